@@ -1,0 +1,599 @@
+"""Proximal Policy Optimization (PPO) on Procgen, in one file: the baseline of Phasic Policy Gradient.
+
+PPO (Schulman et al. 2017, arXiv 1707.06347) alternates two steps. It plays `num_steps` steps in
+`num_envs` environments with the current policy; then it improves policy and value function on
+what it saw, for a few epochs, while the clipped objective keeps the new policy close to the one
+that played. Every detail here (network, reward normalization, minibatches of whole segments) is
+the one that Phasic Policy Gradient (Cobbe et al. 2020, arXiv 2009.04416) used for its baseline, so
+`diff ppo_procgen.py ppg_procgen.py` shows what PPG adds and nothing else.
+
+    python ppo_procgen.py --env-id starpilot
+    python ppo_procgen.py --help
+
+| flag            | symbol | meaning                                                  |
+| --------------- | ------ | -------------------------------------------------------- |
+| `update_epochs` | E      | epochs over each rollout (sample reuse)                  |
+| `gamma`         | γ      | discount                                                 |
+| `gae_lambda`    | λ      | bias-variance trade-off of the advantage estimate        |
+| `clip_coef`     | ε      | how far the probability ratio may move before clipping   |
+| `ent_coef`      | β_S    | weight of the entropy bonus                              |
+| `kl_coef`       | β      | weight of the KL penalty (0: clipping alone)             |
+"""
+
+import sys
+
+if not (3, 10) <= sys.version_info[:2] <= (3, 12):
+    sys.exit(
+        f"Procgen runs on Python 3.10, 3.11 and 3.12; this is Python {sys.version.split()[0]}.\n"
+        "Get one of them, for instance with uv (pip install uv):\n"
+        "    uv venv --seed --python 3.12 .venv && .venv/bin/pip install -r requirements.txt"
+    )
+
+import csv
+import dataclasses
+import difflib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from procgen import ProcgenGym3Env
+from procgen.env import ENV_NAMES, EXPLORATION_LEVEL_SEEDS
+from torch.distributions import Categorical
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    env_id: str = "starpilot"
+    """the Procgen game, one of the 16"""
+    seed: int = 1
+    """seed of the environments, the network and the sampling"""
+    total_timesteps: int = 25_000_000
+    """environment steps, summed over the environments; rounded up to a whole rollout"""
+    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
+    """difficulty of the levels; every game has easy and hard"""
+    num_levels: int = 0
+    """number of distinct training levels; 0 means no limit"""
+    start_level: int = 0
+    """the first level; training uses levels start_level to start_level + num_levels - 1"""
+    num_envs: int = 64
+    """environments that step side by side"""
+    num_steps: int = 256
+    """steps per environment and rollout, the length of a segment"""
+    num_minibatches: int = 8
+    """minibatches per epoch; each is num_envs / num_minibatches whole segments"""
+    learning_rate: float = 5e-4
+    """Adam's step size"""
+    gamma: float = 0.999
+    """γ, the discount"""
+    gae_lambda: float = 0.95
+    """λ of generalized advantage estimation"""
+    update_epochs: int = 3
+    """E, epochs over each rollout"""
+    clip_coef: float = 0.2
+    """ε of the clipped objective; 0 turns clipping off"""
+    ent_coef: float = 0.01
+    """β_S, weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the squared value error, the ½ in ½ (V − V_targ)²"""
+    kl_coef: float = 0.0
+    """β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL"""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """arithmetic of the encoder; auto is bfloat16 where the hardware has it"""
+    microbatch_size: int | None = None
+    """samples per forward and backward pass; gradients add up to those of the whole minibatch
+    (default: 64 on a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
+    run_dir: str = "runs"
+    """directory that holds the runs"""
+    run_name: str | None = None
+    """directory of this run inside run_dir (default: <env_id>__<script>__<seed>__<time>)"""
+    resume: str | None = None
+    """directory of a run to go on with, from its last checkpoint and with its arguments"""
+    checkpoint_interval: int = 10
+    """iterations between checkpoints"""
+    track: bool = False
+    """mirror the metrics to Weights & Biases (WANDB_MODE=offline works)"""
+    wandb_project_name: str = "ppg-procgen"
+    """the Weights & Biases project"""
+    wandb_entity: str | None = None
+    """the Weights & Biases team (default: your own)"""
+
+
+class ProcgenVecEnv(VectorEnv):
+    """Procgen's batched C++ environment as a Gymnasium vector environment.
+
+    Observations are uint8 [num_envs, 64, 64, 3], actions integers [num_envs] in 0..14, rewards
+    float32 [num_envs]. An episode that ends is followed by the first observation of the next one
+    in the same step (`AutoresetMode.SAME_STEP`). Procgen keeps the last observation of an episode
+    to itself, so `infos` has no `final_obs`; and it does not tell a time-out from any other end,
+    so every end is a termination and `truncations` are all False.
+
+    Source: Cobbe et al. 2019, Leveraging Procedural Generation to Benchmark Reinforcement
+    Learning, arXiv 1912.01588.
+    """
+
+    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, env_id, num_envs, seed=0, distribution_mode="easy", num_levels=0, start_level=0, **options):
+        """`seed` (0 to 2³¹ − 1) picks the sequence of levels; `options` go to ProcgenGym3Env."""
+        # Exploration mode is one fixed level, and Procgen refuses to be told which.
+        levels = {} if distribution_mode == "exploration" else dict(num_levels=num_levels, start_level=start_level)
+        threads = min(4, os.cpu_count() or 1)
+        self.options = (
+            dict(env_name=env_id, distribution_mode=distribution_mode, num_threads=threads) | levels | options
+        )
+
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+        self.observation_space = gym.spaces.Box(0, 255, (num_envs, 64, 64, 3), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(15)
+        self.action_space = gym.spaces.MultiDiscrete([15] * num_envs)
+
+        self.procgen = ProcgenGym3Env(num=num_envs, rand_seed=seed, **self.options)
+
+    def reset(self, *, seed=None, options=None):
+        """Begin a new episode everywhere; with a seed, from the first level of that seed's sequence."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self.procgen.close()
+            self.procgen = ProcgenGym3Env(num=self.num_envs, rand_seed=seed, **self.options)
+
+        _, observations, starts = self.procgen.observe()
+        if not starts.all():
+            # Action −1 is Procgen's way to abandon an episode.
+            self.procgen.act(np.full(self.num_envs, -1))
+            _, observations, _ = self.procgen.observe()
+        return observations["rgb"], {}
+
+    def step(self, actions):
+        """Act in every environment; `terminations[i]` says that `observations[i]` begins a new episode."""
+        self.procgen.act(np.asarray(actions))
+        rewards, observations, starts = self.procgen.observe()
+        return observations["rgb"], rewards, starts, np.zeros_like(starts), {}
+
+    def get_state(self):
+        """The games as a list of num_envs byte strings. Keep the last observation beside it: a
+        restored game draws its next observation only after its next step."""
+        return self.procgen.get_state()
+
+    def set_state(self, state):
+        """Put back what `get_state` returned, in this process or in another."""
+        self.procgen.set_state(state)
+
+    def close_extras(self, **kwargs):
+        self.procgen.close()
+
+
+def normalize_weights(layer, norm):
+    """Rescale each output unit's weights to L2 norm `norm` and zero the biases; returns the layer.
+
+    The direction stays that of PyTorch's default initialization. Source: the PPG authors' release.
+    """
+    with torch.no_grad():
+        norms = layer.weight.flatten(1).norm(dim=1)
+        layer.weight.mul_((norm / norms).view(-1, *[1] * (layer.weight.dim() - 1)))
+        layer.bias.zero_()
+    return layer
+
+
+class ResidualBlock(nn.Module):
+    """x + conv(relu(conv(relu(x)))), shape unchanged. Source: Espeholt et al. 2018 (IMPALA), figure 3."""
+
+    def __init__(self, channels):
+        super().__init__()
+        # Two convolutions multiply their gains: each has the root of the block's 1/√3/√2, the gain
+        # that keeps the sum over 3 stacks × 2 blocks from growing.
+        norm = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
+        self.conv1 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
+        self.conv2 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
+
+    def forward(self, x):
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class Encoder(nn.Module):
+    """IMPALA's residual encoder: uint8 pixels [batch, 64, 64, 3] → float32 features [batch, features].
+
+    With `bfloat16`, its arithmetic runs in bfloat16 wherever that is safe (autocast); parameters,
+    gradients and output stay float32. Source: Espeholt et al. 2018, arXiv 1802.01561, figure 3
+    (right), without the LSTM.
+    """
+
+    def __init__(self, channels=(16, 32, 32), features=256, bfloat16=False):
+        super().__init__()
+        self.bfloat16 = bfloat16
+        layers = []
+        for in_channels, out_channels in zip((3, *channels), channels):
+            layers += [
+                normalize_weights(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0),
+                nn.MaxPool2d(3, stride=2, padding=1),
+                ResidualBlock(out_channels),
+                ResidualBlock(out_channels),
+            ]
+        self.stacks = nn.Sequential(*layers)
+        side = 64 // 2 ** len(channels)
+        self.dense = normalize_weights(nn.Linear(channels[-1] * side * side, features), 1.4)
+        # Procgen's images are channels-last in memory already: so are the weights, and no
+        # convolution has to rearrange its input.
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, observations):
+        with torch.autocast(observations.device.type, torch.bfloat16, enabled=self.bfloat16):
+            x = observations.permute(0, 3, 1, 2).float() / 255
+            x = F.relu(self.stacks(x).flatten(1))
+            return F.relu(self.dense(x)).float()
+
+
+class Agent(nn.Module):
+    """Policy and value function on one shared encoder."""
+
+    def __init__(self, num_actions, **encoder_options):
+        super().__init__()
+        self.encoder = Encoder(**encoder_options)
+        features = self.encoder.dense.out_features
+        self.policy_head = normalize_weights(nn.Linear(features, num_actions), 0.1)
+        self.value_head = normalize_weights(nn.Linear(features, 1), 0.1)
+
+    def forward(self, observations):
+        """uint8 [batch, 64, 64, 3] → logits [batch, num_actions], values [batch]"""
+        features = self.encoder(observations)
+        return self.policy_head(features), self.value_head(features).squeeze(1)
+
+
+def initial_reward_stats(num_envs):
+    """What `normalize_rewards` carries from rollout to rollout, before the first one."""
+    return {
+        "returns": torch.zeros(num_envs, dtype=torch.float64),
+        "mean": torch.tensor(0.0, dtype=torch.float64),
+        "variance": torch.tensor(1.0, dtype=torch.float64),
+        "count": torch.tensor(1e-4, dtype=torch.float64),
+    }
+
+
+def normalize_rewards(rewards, starts, stats, discount=0.99, clip=10.0):
+    """Divide rewards by the running standard deviation of a discounted return.
+
+    The return runs forward in time, G_t = r_t + discount · (1 − start_t) · G_{t−1}, over rollouts
+    and with a discount of its own, not γ. The whole rollout enters the statistics before any of
+    its rewards is divided. Rewards are not centred: that would change what the agent wants.
+
+    Args:
+        rewards: [num_steps, num_envs], what the environment paid for the action at step t
+        starts: [num_steps, num_envs], 1 where observation t begins an episode
+        stats: `returns` [num_envs] and the scalars `mean`, `variance`, `count`, float64
+    Returns:
+        normalized rewards [num_steps, num_envs] float32 within ±clip, and the new stats
+    Source: the PPG authors' release; moments merged as in Chan et al. 1979.
+    """
+    returns, mean, variance, count = (stats[name] for name in ("returns", "mean", "variance", "count"))
+
+    batch = torch.zeros_like(rewards, dtype=torch.float64)
+    for t in range(len(rewards)):
+        returns = rewards[t] + discount * (1 - starts[t]) * returns
+        batch[t] = returns
+
+    new_count = count + batch.numel()
+    delta = batch.mean() - mean
+    new_mean = mean + delta * batch.numel() / new_count
+    sum_of_squares = variance * count + batch.var(correction=0) * batch.numel()
+    new_variance = (sum_of_squares + delta**2 * count * batch.numel() / new_count) / new_count
+
+    normalized = (rewards / torch.sqrt(new_variance + 1e-8)).clamp(-clip, clip).float()
+    return normalized, {"returns": returns, "mean": new_mean, "variance": new_variance, "count": new_count}
+
+
+def gae(rewards, values, starts, gamma, gae_lambda):
+    """Generalized advantage estimation.
+
+    δ_t = r_t + γ V(s_{t+1}) − V(s_t);  Â_t = δ_t + γλ Â_{t+1}; both cut where an episode ends.
+
+    Args:
+        rewards: [num_steps, num_envs]
+        values, starts: [num_steps + 1, num_envs]; starts[t + 1] says that step t ended an episode
+    Returns:
+        advantages [num_steps, num_envs]
+    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16.
+    """
+    advantages = torch.zeros_like(rewards)
+    advantage = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        not_done = 1 - starts[t + 1]
+        delta = rewards[t] + gamma * not_done * values[t + 1] - values[t]
+        advantages[t] = advantage = delta + gamma * gae_lambda * not_done * advantage
+    return advantages
+
+
+def policy_objective(log_ratio, advantages, clip_coef, kl_coef):
+    """PPO's policy loss, to be minimized, as a scalar: −L^CLIP + kl_coef · mean ½ (log-ratio)².
+
+    Args:
+        log_ratio: [batch], log π(a|s) − log π_played(a|s), with π_played the policy of the rollout
+        advantages: [batch], normalized
+        clip_coef: ε; with 0 the ratio is not clipped
+        kl_coef: weight of the penalty, a second-order approximation of the KL divergence
+    Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; the penalty: Cobbe et al. 2020,
+    arXiv 2009.04416, section 3.5.
+    """
+    ratio = log_ratio.exp()
+    surrogate = ratio * advantages
+    if clip_coef > 0:
+        surrogate = torch.min(surrogate, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)
+    return kl_coef * 0.5 * (log_ratio**2).mean() - surrogate.mean()
+
+
+def has_bfloat16(device):
+    """Whether the hardware multiplies bfloat16 matrices natively."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+class PlainProgress(tqdm):
+    """tqdm for an output that is no terminal: whole lines in place of one line redrawn."""
+
+    def display(self, msg=None, pos=None):
+        print(self, file=self.fp, flush=True)
+
+
+def fail(message):
+    """Report bad input in one line and exit with code 2, as argument parsers do."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check(args):
+    """Refuse arguments that cannot work, before anything is written."""
+    if args.env_id not in ENV_NAMES:
+        nearest = difflib.get_close_matches(args.env_id, ENV_NAMES, n=1, cutoff=0.0)[0]
+        fail(f"--env-id {args.env_id}: no such game; did you mean {nearest}? All: {', '.join(ENV_NAMES)}")
+    games = {
+        "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
+        "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
+        "exploration": tuple(sorted(EXPLORATION_LEVEL_SEEDS)),
+    }.get(args.distribution_mode, ENV_NAMES)
+    if args.env_id not in games:
+        fail(f"--distribution-mode {args.distribution_mode}: {args.env_id} lacks it; it exists for {', '.join(games)}")
+    if args.distribution_mode == "exploration" and (args.num_levels or args.start_level):
+        fail("--num-levels and --start-level: exploration mode is one fixed level, leave both at 0")
+    if args.num_envs % args.num_minibatches:
+        fail(f"--num-envs {args.num_envs}: expected a multiple of --num-minibatches {args.num_minibatches}")
+
+
+def main(args):
+    """Train as `args` say and return the directory of the run."""
+    check(args)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    bfloat16 = args.precision == "bfloat16" or (args.precision == "auto" and has_bfloat16(device))
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size = batch_size // args.num_minibatches
+    microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
+    num_iterations = math.ceil(args.total_timesteps / batch_size)
+
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+    envs = RecordEpisodeStatistics(
+        ProcgenVecEnv(args.env_id, args.num_envs, args.seed, args.distribution_mode, args.num_levels, args.start_level),
+        buffer_length=100,
+    )
+    agent = Agent(envs.single_action_space.n, bfloat16=bfloat16).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
+
+    # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
+    # reward for it; `values` and `starts` also cover the observation after the last step.
+    obs = torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device)
+    starts = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
+    actions = torch.zeros(args.num_steps, args.num_envs, dtype=torch.long, device=device)
+    logprobs = torch.zeros(args.num_steps, args.num_envs, device=device)
+    values = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
+    rewards = torch.zeros(args.num_steps, args.num_envs)
+
+    reward_stats = initial_reward_stats(args.num_envs)
+    next_obs, _ = envs.reset()
+    next_starts = np.ones(args.num_envs, dtype=bool)
+    iteration = global_step = 0
+
+    if args.resume:
+        # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
+        run_path = Path(args.resume)
+        checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        reward_stats = {name: value.cpu() for name, value in checkpoint["reward_stats"].items()}
+        envs.unwrapped.set_state(checkpoint["envs"])
+        next_obs, next_starts = checkpoint["next_obs"].cpu().numpy(), checkpoint["next_starts"].cpu().numpy()
+        envs.episode_returns = checkpoint["episode_returns"].cpu().numpy()
+        envs.episode_lengths = checkpoint["episode_lengths"].cpu().numpy()
+        envs.return_queue.extend(checkpoint["return_queue"])
+        envs.length_queue.extend(checkpoint["length_queue"])
+        envs.episode_count = checkpoint["episode_count"]
+        torch.set_rng_state(checkpoint["rng"].cpu())
+        if device.type == "cuda" and "cuda_rng" in checkpoint:
+            torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu(), device)
+        iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
+
+        # Rows that came after the checkpoint will be written again: keep the header and a row an iteration.
+        rows = (run_path / "progress.csv").read_text().splitlines(keepends=True)
+        (run_path / "progress.tmp").write_text("".join(rows[: 1 + iteration]))
+        os.replace(run_path / "progress.tmp", run_path / "progress.csv")
+    else:
+        run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+        run_path = Path(args.run_dir) / run_name
+        run_path.mkdir(parents=True)
+
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    versions = {dist.name: dist.version for dist in importlib.metadata.distributions()}
+    config = {
+        "script": Path(__file__).name,
+        "args": dataclasses.asdict(args),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "precision": "bfloat16" if bfloat16 else "float32",
+        "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
+        "versions": {"python": platform.python_version()} | versions,
+    }
+    (run_path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    writer = SummaryWriter(run_path, purge_step=global_step + 1)
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_path.name, config=config["args"])
+
+    # One live line on a terminal; elsewhere a line a minute.
+    live = sys.stdout.isatty()
+    progress = (tqdm if live else PlainProgress)(
+        total=num_iterations * batch_size,
+        initial=global_step,
+        unit="step",
+        unit_scale=True,
+        smoothing=0,  # the time left follows the average over all phases, not the phase under way
+        miniters=0,
+        mininterval=0.2 if live else 60,
+        dynamic_ncols=True,
+        file=sys.stdout,
+    )
+    progress_csv = open(run_path / "progress.csv", "a", newline="")
+    start_time, start_step = time.time(), global_step
+
+    while iteration < num_iterations:
+        # Rollout: num_steps steps in every environment with the current policy.
+        progress.set_description_str("rollout", refresh=False)
+        for t in range(args.num_steps):
+            obs[t] = torch.from_numpy(next_obs)
+            starts[t] = torch.from_numpy(next_starts)
+            with torch.no_grad():
+                logits, values[t] = agent(obs[t])
+            policy = Categorical(logits=logits)
+            actions[t] = policy.sample()
+            logprobs[t] = policy.log_prob(actions[t])
+
+            next_obs, reward, next_starts, _, _ = envs.step(actions[t].cpu().numpy())
+            rewards[t] = torch.from_numpy(reward)
+            global_step += args.num_envs
+            progress.update(args.num_envs)
+        starts[args.num_steps] = torch.from_numpy(next_starts)
+        with torch.no_grad():
+            _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
+
+        # Advantages and value targets.
+        normalized_rewards, reward_stats = normalize_rewards(rewards, starts[:-1].cpu(), reward_stats)
+        advantages = gae(normalized_rewards.to(device), values, starts, args.gamma, args.gae_lambda)
+        value_targets = advantages + values[:-1]
+        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+
+        # Update: policy and value function learn together, on random sets of whole segments.
+        progress.set_description_str("update", refresh=False)
+        policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
+        for epoch in range(args.update_epochs):
+            for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
+                minibatch = (x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets))
+                microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
+
+                optimizer.zero_grad()
+                for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
+                    logits, new_values = agent(mb_obs)
+                    weight = len(mb_obs) / minibatch_size
+
+                    policy = Categorical(logits=logits)
+                    log_ratio = policy.log_prob(mb_actions) - mb_logprobs
+                    policy_loss = policy_objective(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
+                    entropy = policy.entropy().mean()
+                    with torch.no_grad():
+                        approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
+                        clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
+                        policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
+
+                    value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
+                    value_sum += weight * value_loss.detach()
+
+                    loss = policy_loss - args.ent_coef * entropy + value_loss
+                    (loss * weight).backward()
+                optimizer.step()
+                progress.update(0)
+        iteration += 1
+
+        # Log the last 100 episodes, and the losses as means over the whole update.
+        policy_means = policy_sums / (args.update_epochs * args.num_minibatches)
+        policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
+        value_loss = value_sum.item() / (args.update_epochs * args.num_minibatches)
+        explained_variance = 1 - (value_targets - values[:-1]).var() / value_targets.var()
+        metrics = {
+            "charts/episodic_return": np.mean(envs.return_queue) if envs.return_queue else math.nan,
+            "charts/episodic_length": np.mean(envs.length_queue) if envs.length_queue else math.nan,
+            "charts/episodes": envs.episode_count,
+            "charts/SPS": (global_step - start_step) / (time.time() - start_time),
+            "losses/policy_loss": policy_loss,
+            "losses/value_loss": value_loss,
+            "losses/entropy": entropy,
+            "losses/approx_kl": approx_kl,
+            "losses/clipfrac": clipfrac,
+            "losses/explained_variance": explained_variance.item(),
+        }
+        row = {"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()}
+        csv_writer = csv.DictWriter(progress_csv, row)
+        if progress_csv.tell() == 0:
+            csv_writer.writeheader()
+        csv_writer.writerow(row)
+        progress_csv.flush()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, global_step)
+        if args.track:
+            wandb.log(metrics, step=global_step)
+        progress.set_postfix_str(f"return {row['episodic_return']:.2f}", refresh=False)
+
+        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
+            checkpoint = {
+                "agent": agent.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "reward_stats": reward_stats,
+                "envs": envs.unwrapped.get_state(),
+                "next_obs": torch.from_numpy(next_obs),
+                "next_starts": torch.from_numpy(next_starts),
+                "episode_returns": torch.from_numpy(envs.episode_returns),
+                "episode_lengths": torch.from_numpy(envs.episode_lengths),
+                "return_queue": [float(x) for x in envs.return_queue],
+                "length_queue": [int(x) for x in envs.length_queue],
+                "episode_count": int(envs.episode_count),
+                "rng": torch.get_rng_state(),
+                "iteration": iteration,
+                "global_step": global_step,
+            }
+            if device.type == "cuda":
+                checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
+            # Rename is atomic: a crash leaves either the old checkpoint or the new one.
+            with open(run_path / "checkpoint.tmp", "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(run_path / "checkpoint.tmp", run_path / "checkpoint.pt")
+
+    progress.close()
+    progress_csv.close()
+    writer.close()
+    envs.close()
+    if args.track:
+        wandb.finish()
+    return run_path
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
