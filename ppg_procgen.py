@@ -141,6 +141,25 @@ class Args:
     """the Weights & Biases team (default: your own)"""
 
 
+# fmt: off
+LIMITS = {  # (lowest, highest) value that a flag accepts
+    **dict.fromkeys(("total_timesteps", "num_envs", "num_steps", "num_minibatches", "microbatch_size",
+                     "checkpoint_interval", "n_pi", "e_pi", "e_v", "aux_minibatch_segments"), (1, math.inf)),
+    **dict.fromkeys(("learning_rate", "clip_coef", "ent_coef", "vf_coef", "kl_coef", "e_aux", "beta_clone",
+                     "aux_learning_rate", "aux_kl_limit"), (0, math.inf)),
+    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
+    **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
+}
+RESUME_MAY_CHANGE = ("total_timesteps", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
+                     "wandb_project_name", "wandb_entity")
+GAMES_WITH_MODE = {
+    "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
+    "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
+    "exploration": tuple(sorted(EXPLORATION_LEVEL_SEEDS)),
+}
+# fmt: on
+
+
 class ProcgenVecEnv(VectorEnv):
     """Procgen's batched C++ environment as a Gymnasium vector environment.
 
@@ -422,32 +441,68 @@ class PlainProgress(tqdm):
 
 
 def fail(message):
-    """Report bad input in one line and exit with code 2, as argument parsers do."""
+    """Report bad input in one line on standard error and exit with code 2, as argument parsers do."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def check(args):
+def parse_args():
+    """Arguments from the command line; with --resume, the run's own arguments are the defaults."""
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    if args.resume is None:
+        return args
+
+    config_path = Path(args.resume) / "config.json"
+    if not (Path(args.resume) / "checkpoint.pt").exists() or not config_path.exists():
+        fail(f"--resume {args.resume}: expected the directory of a run, with config.json and checkpoint.pt in it")
+    config = json.loads(config_path.read_text())
+    if config["script"] != Path(__file__).name:
+        fail(f"--resume {args.resume}: that run is one of {config['script']}, and only {config['script']} resumes it")
+    args = tyro.cli(Args, default=Args(**config["args"] | {"resume": args.resume}))
+
+    # What could change the result has to stay as it was.
+    for name, value in config["args"].items():
+        flag, new_value = "--" + name.replace("_", "-"), getattr(args, name)
+        if name == "total_timesteps" and new_value < value:
+            fail(f"{flag} {new_value}: this run was started with {value}; when resuming, expected that or more")
+        if name not in RESUME_MAY_CHANGE and new_value != value:
+            fail(f"{flag} {new_value}: this run was started with {value}; when resuming, leave the flag out")
+    return args
+
+
+def check_args(args):
     """Refuse arguments that cannot work, before anything is written."""
     if args.env_id not in ENV_NAMES:
         nearest = difflib.get_close_matches(args.env_id, ENV_NAMES, n=1, cutoff=0.0)[0]
-        fail(f"--env-id {args.env_id}: no such game; did you mean {nearest}? All: {', '.join(ENV_NAMES)}")
-    games = {
-        "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
-        "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
-        "exploration": tuple(sorted(EXPLORATION_LEVEL_SEEDS)),
-    }.get(args.distribution_mode, ENV_NAMES)
+        fail(f"--env-id {args.env_id}: no such game, did you mean {nearest}? Expected one of {', '.join(ENV_NAMES)}")
+    games = GAMES_WITH_MODE.get(args.distribution_mode, ENV_NAMES)
     if args.env_id not in games:
-        fail(f"--distribution-mode {args.distribution_mode}: {args.env_id} lacks it; it exists for {', '.join(games)}")
-    if args.distribution_mode == "exploration" and (args.num_levels or args.start_level):
-        fail("--num-levels and --start-level: exploration mode is one fixed level, leave both at 0")
+        mode = args.distribution_mode
+        fail(f"--distribution-mode {mode}: {args.env_id} has no such mode; expected one of {', '.join(games)}")
+    if args.distribution_mode == "exploration" and (args.num_levels, args.start_level) != (0, 0):
+        levels = f"--num-levels {args.num_levels} --start-level {args.start_level}"
+        fail(f"{levels}: exploration mode is one fixed level; expected 0 and 0")
+
+    for name, (low, high) in LIMITS.items():
+        value = getattr(args, name)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            accepted = f"{low} or more" if high == math.inf else f"{low} to {high}"
+            fail(f"--{name.replace('_', '-')} {value}: expected {accepted}")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs}: expected a multiple of --num-minibatches {args.num_minibatches}")
+    if args.total_timesteps < args.num_envs * args.num_steps:
+        rollout = args.num_envs * args.num_steps
+        fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
+
+    try:
+        torch.zeros(1, device="cpu" if args.device == "auto" else args.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
 
 
 def main(args):
     """Train as `args` say and return the directory of the run."""
-    check(args)
+    check_args(args)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     bfloat16 = args.precision == "bfloat16" or (args.precision == "auto" and has_bfloat16(device))
     batch_size = args.num_envs * args.num_steps
@@ -520,7 +575,12 @@ def main(args):
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         run_path = Path(args.run_dir) / run_name
-        run_path.mkdir(parents=True)
+        try:
+            run_path.mkdir(parents=True)
+        except FileExistsError:
+            fail(f"--run-name {run_name}: {run_path} exists; expected a new name, or --resume {run_path}")
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: expected a directory that can be written to ({error.strerror})")
 
     git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     versions = {dist.name: dist.version for dist in importlib.metadata.distributions()}
@@ -589,44 +649,41 @@ def main(args):
         # Update, on random sets of whole segments. With E_π = E_V each step improves policy and value
         # function; otherwise first the value function trains, then the policy, each with its own Adam.
         progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, update", refresh=False)
-        if args.e_pi == args.e_v:
-            passes = [(args.e_pi, True, True, optimizer)]
-        else:
-            passes = [(args.e_v, False, True, value_optimizer), (args.e_pi, True, False, optimizer)]
         policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
-        for epochs, train_policy, train_value, pass_optimizer in passes:
-            for epoch in range(epochs):
-                for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
-                    minibatch = (
-                        x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets)
-                    )
-                    microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
+        if args.e_pi == args.e_v:
+            epochs = [(True, True, optimizer)] * args.e_pi
+        else:
+            epochs = [(False, True, value_optimizer)] * args.e_v + [(True, False, optimizer)] * args.e_pi
+        for train_policy, train_value, optimizer_in_use in epochs:
+            for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
+                minibatch = (x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets))
+                microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
 
-                    pass_optimizer.zero_grad()
-                    for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
-                        logits, new_values = agent(mb_obs, policy=train_policy, value=train_value)
-                        weight = len(mb_obs) / minibatch_size
-                        loss = torch.zeros((), device=device)
+                optimizer_in_use.zero_grad()
+                for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
+                    logits, new_values = agent(mb_obs, policy=train_policy, value=train_value)
+                    weight = len(mb_obs) / minibatch_size
+                    loss = torch.zeros((), device=device)
 
-                        if train_policy:
-                            policy = Categorical(logits=logits)
-                            log_ratio = policy.log_prob(mb_actions) - mb_logprobs
-                            policy_loss = policy_objective(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
-                            entropy = policy.entropy().mean()
-                            with torch.no_grad():
-                                approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                                clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
-                                policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
-                            loss += policy_loss - args.ent_coef * entropy
+                    if train_policy:
+                        policy = Categorical(logits=logits)
+                        log_ratio = policy.log_prob(mb_actions) - mb_logprobs
+                        policy_loss = policy_objective(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
+                        entropy = policy.entropy().mean()
+                        with torch.no_grad():
+                            approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
+                            clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
+                            policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
+                        loss += policy_loss - args.ent_coef * entropy
 
-                        if train_value:
-                            value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
-                            value_sum += weight * value_loss.detach()
-                            loss += value_loss
+                    if train_value:
+                        value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
+                        value_sum += weight * value_loss.detach()
+                        loss += value_loss
 
-                        (loss * weight).backward()
-                    pass_optimizer.step()
-                    progress.update(0)
+                    (loss * weight).backward()
+                optimizer_in_use.step()
+                progress.update(0)
         iteration += 1
 
         # Auxiliary phase: distil the phase's value targets into the policy's encoder.
@@ -748,4 +805,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args())
