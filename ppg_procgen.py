@@ -24,7 +24,7 @@ taking turns:
 | `gae_lambda`    | λ       | bias-variance trade-off of the advantage estimate                 |
 | `clip_coef`     | ε       | how far the probability ratio may move before clipping            |
 | `ent_coef`      | β_S     | weight of the entropy bonus                                       |
-| `kl_coef`       | β       | weight of the KL penalty in the policy phase (0: clipping alone)  |
+| `kl_coef`       | β       | weight of the KL penalty (0: clipping alone)                      |
 """
 
 import sys
@@ -36,6 +36,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 12):
         "    uv venv --seed --python 3.12 .venv && .venv/bin/pip install -r requirements.txt"
     )
 
+import contextlib
 import csv
 import dataclasses
 import difflib
@@ -440,6 +441,20 @@ class PlainProgress(tqdm):
         print(self, file=self.fp, flush=True)
 
 
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write; once it is whole and on the disk it takes the place of `path`.
+
+    Renaming is atomic: a crash at any moment leaves either the old file or the new one.
+    """
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 def fail(message):
     """Report bad input in one line on standard error and exit with code 2, as argument parsers do."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
@@ -569,9 +584,9 @@ def main(args):
         iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
 
         # Rows that came after the checkpoint will be written again: keep the header and a row an iteration.
-        rows = (run_path / "progress.csv").read_text().splitlines(keepends=True)
-        (run_path / "progress.tmp").write_text("".join(rows[: 1 + iteration]))
-        os.replace(run_path / "progress.tmp", run_path / "progress.csv")
+        rows = (run_path / "progress.csv").read_bytes().splitlines(keepends=True)
+        with replacing(run_path / "progress.csv") as file:
+            file.writelines(rows[: 1 + iteration])
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         run_path = Path(args.run_dir) / run_name
@@ -592,7 +607,8 @@ def main(args):
         "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
         "versions": {"python": platform.python_version()} | versions,
     }
-    (run_path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with replacing(run_path / "config.json") as file:
+        file.write(json.dumps(config, indent=2).encode() + b"\n")
     writer = SummaryWriter(run_path, purge_step=global_step + 1)
     if args.track:
         import wandb
@@ -693,19 +709,20 @@ def main(args):
             progress.set_description_str("auxiliary phase, π_old", refresh=False)
             aux_old_logits = []
             with torch.no_grad():
-                for obs in aux_obs:
-                    chunks = [agent(chunk, value=False)[0] for chunk in obs.flatten(0, 1).split(microbatch_size)]
-                    aux_old_logits.append(torch.cat(chunks).unflatten(0, (args.num_steps, args.num_envs)))
+                for rollout_obs in aux_obs:
+                    chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
+                    logits = torch.cat([agent(chunk, value=False)[0] for chunk in chunks])
+                    aux_old_logits.append(logits.unflatten(0, (args.num_steps, args.num_envs)))
                     progress.update(0)
 
             for epoch in range(args.e_aux):
                 progress.set_description_str(f"auxiliary phase, epoch {epoch + 1}/{args.e_aux}", refresh=False)
                 aux_sums = torch.zeros(3, device=device)
                 for segments in torch.randperm(args.n_pi * args.num_envs).split(args.aux_minibatch_segments):
-                    # A segment is an (iteration, environment) pair.
+                    # A segment is what one environment did in one iteration of the phase.
                     pairs = [divmod(segment, args.num_envs) for segment in segments.tolist()]
                     minibatch = (
-                        torch.cat([buffer[phase_iteration][:, env] for phase_iteration, env in pairs])
+                        torch.cat([buffer[i][:, env] for i, env in pairs])
                         for buffer in (aux_obs, aux_value_targets, aux_old_logits)
                     )
                     microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
@@ -788,12 +805,8 @@ def main(args):
             }
             if device.type == "cuda":
                 checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
-            # Rename is atomic: a crash leaves either the old checkpoint or the new one.
-            with open(run_path / "checkpoint.tmp", "wb") as file:
+            with replacing(run_path / "checkpoint.pt") as file:
                 torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(run_path / "checkpoint.tmp", run_path / "checkpoint.pt")
 
     progress.close()
     progress_csv.close()
