@@ -45,6 +45,8 @@ import json
 import math
 import os
 import platform
+import shlex
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ from typing import Literal
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -122,7 +125,7 @@ class Args:
     device: str = "auto"
     """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """arithmetic of the encoder; auto is bfloat16 where the hardware has it"""
+    """arithmetic of the encoder; auto is bfloat16 where the hardware has it; on a GPU, float32 is TF32"""
     microbatch_size: int | None = None
     """samples per forward and backward pass; gradients add up to those of the whole minibatch
     (default: 64 on a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
@@ -151,8 +154,9 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
-RESUME_MAY_CHANGE = ("total_timesteps", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
-                     "wandb_project_name", "wandb_entity")
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 1"
+RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
+                     "wandb_entity")
 GAMES_WITH_MODE = {
     "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
     "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
@@ -356,8 +360,9 @@ def normalize_rewards(rewards, starts, stats, discount=0.99, clip=10.0):
     Source: the PPG authors' release; moments merged as in Chan et al. 1979.
     """
     returns, mean, variance, count = (stats[name] for name in ("returns", "mean", "variance", "count"))
+    rewards, starts = rewards.double(), starts.double()
 
-    batch = torch.zeros_like(rewards, dtype=torch.float64)
+    batch = torch.zeros_like(rewards)
     for t in range(len(rewards)):
         returns = rewards[t] + discount * (1 - starts[t]) * returns
         batch[t] = returns
@@ -441,18 +446,43 @@ class PlainProgress(tqdm):
         print(self, file=self.fp, flush=True)
 
 
+def available_memory(device):
+    """Bytes that this process may still allocate on `device`; on a CPU a container's limit counts too."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no control groups (version 2), or no limit ("max")
+        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("::")[-1].strip())
+        limit, in_use = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - in_use)
+    return available
+
+
+def stop_unless_finite(agent, iteration, losses):
+    """End the run, before the optimizer's step, on a loss or a gradient that is infinite or no number."""
+    culprits = [name for name, loss in losses.items() if not math.isfinite(loss)]
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+    if not culprits and not math.isfinite(sum(gradient.sum() for gradient in gradients)):
+        culprits = [f"the gradient of {' + '.join(losses)}"]
+    if culprits:
+        sys.exit(f"iteration {iteration}: {culprits[0]} is not finite; stopped before the optimizer's step")
+
+
 @contextlib.contextmanager
-def replacing(path):
-    """A binary file to write; once it is whole and on the disk it takes the place of `path`.
+def replacing(path, mode="w"):
+    """A file to write; once it is whole and on the disk it takes the place of `path`.
 
     Renaming is atomic: a crash at any moment leaves either the old file or the new one.
     """
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, mode, newline=None if "b" in mode else "") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fail(message):
@@ -467,16 +497,17 @@ def parse_args():
     if args.resume is None:
         return args
 
-    config_path = Path(args.resume) / "config.json"
-    if not (Path(args.resume) / "checkpoint.pt").exists() or not config_path.exists():
-        fail(f"--resume {args.resume}: expected the directory of a run, with config.json and checkpoint.pt in it")
-    config = json.loads(config_path.read_text())
-    if config["script"] != Path(__file__).name:
-        fail(f"--resume {args.resume}: that run is one of {config['script']}, and only {config['script']} resumes it")
-    args = tyro.cli(Args, default=Args(**config["args"] | {"resume": args.resume}))
+    try:
+        config = json.loads((Path(args.resume) / "config.json").read_text())
+        if config["script"] != Path(__file__).name:
+            fail(f"--resume {args.resume}: expected a run of {Path(__file__).name}, that is one of {config['script']}")
+        stored = Args(**config["args"])
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"--resume {args.resume}: expected the directory of a run of {Path(__file__).name}, with its config.json")
+    args = tyro.cli(Args, default=dataclasses.replace(stored, resume=args.resume))
 
     # What could change the result has to stay as it was.
-    for name, value in config["args"].items():
+    for name, value in vars(stored).items():
         flag, new_value = "--" + name.replace("_", "-"), getattr(args, name)
         if name == "total_timesteps" and new_value < value:
             fail(f"{flag} {new_value}: this run was started with {value}; when resuming, expected that or more")
@@ -524,6 +555,14 @@ def main(args):
     minibatch_size = batch_size // args.num_minibatches
     microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
     num_iterations = math.ceil(args.total_timesteps / batch_size)
+    clip_limit = args.clip_coef or math.inf
+    kl_limit = math.inf if args.aux_kl_limit is None else args.aux_kl_limit
+
+    # Observations take nearly all of it, a byte per pixel and colour.
+    needed, available = args.n_pi * batch_size * 64 * 64 * 3, available_memory(device)
+    if needed > available:
+        gigabytes = f"{needed / 1e9:.4f} GB of memory on {device}, and {available / 1e9:.4f} GB are available"
+        fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
 
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
@@ -559,17 +598,25 @@ def main(args):
     next_obs, _ = envs.reset()
     next_starts = np.ones(args.num_envs, dtype=bool)
     iteration = global_step = 0
+    rows = []  # of progress.csv
+    metrics, aux_old_logits, aux_means = {}, [], []
 
     if args.resume:
-        # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
         run_path = Path(args.resume)
-        checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+        try:
+            # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
+            checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+            assert checkpoint["format"] == CHECKPOINT_FORMAT
+        except Exception as error:
+            problem = str(error).split("\n")[0] or type(error).__name__
+            fail(f"--resume {run_path}: expected a checkpoint.pt in format '{CHECKPOINT_FORMAT}' there ({problem})")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         value_optimizer.load_state_dict(checkpoint["value_optimizer"])
         aux_optimizer.load_state_dict(checkpoint["aux_optimizer"])
         for buffer, saved in ((aux_obs, checkpoint["aux_obs"]), (aux_value_targets, checkpoint["aux_value_targets"])):
             buffer[: len(saved)] = saved
+        aux_old_logits, aux_means, metrics = (checkpoint[name] for name in ("aux_old_logits", "aux_means", "metrics"))
         reward_stats = {name: value.cpu() for name, value in checkpoint["reward_stats"].items()}
         envs.unwrapped.set_state(checkpoint["envs"])
         next_obs, next_starts = checkpoint["next_obs"].cpu().numpy(), checkpoint["next_starts"].cpu().numpy()
@@ -581,12 +628,7 @@ def main(args):
         torch.set_rng_state(checkpoint["rng"].cpu())
         if device.type == "cuda" and "cuda_rng" in checkpoint:
             torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu(), device)
-        iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
-
-        # Rows that came after the checkpoint will be written again: keep the header and a row an iteration.
-        rows = (run_path / "progress.csv").read_bytes().splitlines(keepends=True)
-        with replacing(run_path / "progress.csv") as file:
-            file.writelines(rows[: 1 + iteration])
+        iteration, global_step, rows = (checkpoint[name] for name in ("iteration", "global_step", "rows"))
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         run_path = Path(args.run_dir) / run_name
@@ -608,15 +650,21 @@ def main(args):
         "versions": {"python": platform.python_version()} | versions,
     }
     with replacing(run_path / "config.json") as file:
-        file.write(json.dumps(config, indent=2).encode() + b"\n")
+        json.dump(config, file, indent=2)
     writer = SummaryWriter(run_path, purge_step=global_step + 1)
     if args.track:
         import wandb
 
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_path.name, config=config["args"])
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_path.name,
+            resume="allow",
+            config=config["args"],
+        )
 
     # One live line on a terminal; elsewhere a line a minute.
-    live = sys.stdout.isatty()
+    live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
     progress = (tqdm if live else PlainProgress)(
         total=num_iterations * batch_size,
         initial=global_step,
@@ -626,97 +674,169 @@ def main(args):
         miniters=0,
         mininterval=0.2 if live else 60,
         dynamic_ncols=True,
+        bar_format="{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|",
         file=sys.stdout,
     )
-    progress_csv = open(run_path / "progress.csv", "a", newline="")
+    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the next boundary, the
+    # second one stops at once.
+    stop_signals = []
+
+    def request_stop(signum, frame):
+        if stop_signals:
+            os._exit(128 + signum)
+        stop_signals.append(signum)
+        where = b"iteration or auxiliary epoch"
+        os.write(2, b"\nstopping after this " + where + b", with a checkpoint; again: at once, without\n")
+
+    handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def save_checkpoint():
+        """Write everything that the rest of the run depends on; returns whether that worked."""
+        checkpoint = {
+            "format": CHECKPOINT_FORMAT,
+            "iteration": iteration,
+            "global_step": global_step,
+            "rows": rows,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "value_optimizer": value_optimizer.state_dict(),
+            "aux_optimizer": aux_optimizer.state_dict(),
+            "aux_obs": aux_obs[: args.n_pi if aux_old_logits else iteration % args.n_pi],
+            "aux_value_targets": aux_value_targets[: args.n_pi if aux_old_logits else iteration % args.n_pi],
+            "aux_old_logits": aux_old_logits,
+            "aux_means": aux_means,
+            "metrics": metrics,
+            "reward_stats": reward_stats,
+            "envs": envs.unwrapped.get_state(),
+            "next_obs": torch.from_numpy(next_obs),
+            "next_starts": torch.from_numpy(next_starts),
+            "episode_returns": torch.from_numpy(envs.episode_returns),
+            "episode_lengths": torch.from_numpy(envs.episode_lengths),
+            "return_queue": [float(episodic_return) for episodic_return in envs.return_queue],
+            "length_queue": [int(episodic_length) for episodic_length in envs.length_queue],
+            "episode_count": int(envs.episode_count),
+            "rng": torch.get_rng_state(),
+        }
+        if device.type == "cuda":
+            checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
+        try:
+            with replacing(run_path / "checkpoint.pt", "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            reason = error.__context__ or error  # torch wraps the error of a full disk
+            progress.write(f"the checkpoint could not be written, the one before it stays: {reason}", file=sys.stderr)
+            return False
+        return True
+
+    stopping, saved = False, True
     start_time, start_step = time.time(), global_step
 
-    while iteration < num_iterations:
-        # Policy phase: N_π iterations of PPO, the auxiliary value head left alone.
-        phase_iteration = iteration % args.n_pi
-        obs = aux_obs[phase_iteration]
+    while iteration < num_iterations and not stopping:
+        if not aux_old_logits:  # that is always, but for a run resumed in the middle of an auxiliary phase
+            # Policy phase: N_π iterations of PPO, the auxiliary value head left alone.
+            phase_iteration = iteration % args.n_pi
+            obs = aux_obs[phase_iteration]
 
-        # Rollout: num_steps steps in every environment with the current policy.
-        progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, rollout", refresh=False)
-        for t in range(args.num_steps):
-            obs[t] = torch.from_numpy(next_obs)
-            starts[t] = torch.from_numpy(next_starts)
+            # Rollout: num_steps steps in every environment with the current policy.
+            progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, rollout", refresh=False)
+            for t in range(args.num_steps):
+                obs[t] = torch.from_numpy(next_obs)
+                starts[t] = torch.from_numpy(next_starts)
+                with torch.no_grad():
+                    logits, values[t] = agent(obs[t])
+                policy = Categorical(logits=logits)
+                actions[t] = policy.sample()
+                logprobs[t] = policy.log_prob(actions[t])
+
+                next_obs, reward, next_starts, _, _ = envs.step(actions[t].cpu().numpy())
+                rewards[t] = torch.from_numpy(reward)
+                global_step += args.num_envs
+                progress.update(args.num_envs)
+            starts[args.num_steps] = torch.from_numpy(next_starts)
             with torch.no_grad():
-                logits, values[t] = agent(obs[t])
-            policy = Categorical(logits=logits)
-            actions[t] = policy.sample()
-            logprobs[t] = policy.log_prob(actions[t])
+                _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
 
-            next_obs, reward, next_starts, _, _ = envs.step(actions[t].cpu().numpy())
-            rewards[t] = torch.from_numpy(reward)
-            global_step += args.num_envs
-            progress.update(args.num_envs)
-        starts[args.num_steps] = torch.from_numpy(next_starts)
-        with torch.no_grad():
-            _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
+            # Advantages and value targets.
+            normalized_rewards, reward_stats = normalize_rewards(rewards, starts[:-1].cpu(), reward_stats)
+            advantages = gae(normalized_rewards.to(device), values, starts, args.gamma, args.gae_lambda)
+            value_targets = advantages + values[:-1]
+            aux_value_targets[phase_iteration].copy_(value_targets)
+            advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
-        # Advantages and value targets.
-        normalized_rewards, reward_stats = normalize_rewards(rewards, starts[:-1].cpu(), reward_stats)
-        advantages = gae(normalized_rewards.to(device), values, starts, args.gamma, args.gae_lambda)
-        value_targets = advantages + values[:-1]
-        aux_value_targets[phase_iteration].copy_(value_targets)
-        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+            # Update, on random sets of whole segments. With E_π = E_V each step improves policy and value
+            # function; otherwise first the value function trains, then the policy, each with its own Adam.
+            progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, update", refresh=False)
+            policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
+            if args.e_pi == args.e_v:
+                epochs = [(True, True, optimizer)] * args.e_pi
+            else:
+                epochs = [(False, True, value_optimizer)] * args.e_v + [(True, False, optimizer)] * args.e_pi
+            for train_policy, train_value, optimizer_in_use in epochs:
+                for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
+                    minibatch = (
+                        x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets)
+                    )
+                    microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
 
-        # Update, on random sets of whole segments. With E_π = E_V each step improves policy and value
-        # function; otherwise first the value function trains, then the policy, each with its own Adam.
-        progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, update", refresh=False)
-        policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
-        if args.e_pi == args.e_v:
-            epochs = [(True, True, optimizer)] * args.e_pi
-        else:
-            epochs = [(False, True, value_optimizer)] * args.e_v + [(True, False, optimizer)] * args.e_pi
-        for train_policy, train_value, optimizer_in_use in epochs:
-            for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
-                minibatch = (x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets))
-                microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
+                    optimizer_in_use.zero_grad()
+                    for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
+                        logits, new_values = agent(mb_obs, policy=train_policy, value=train_value)
+                        weight = len(mb_obs) / minibatch_size
+                        loss = torch.zeros((), device=device)
 
-                optimizer_in_use.zero_grad()
-                for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
-                    logits, new_values = agent(mb_obs, policy=train_policy, value=train_value)
-                    weight = len(mb_obs) / minibatch_size
-                    loss = torch.zeros((), device=device)
+                        if train_policy:
+                            policy = Categorical(logits=logits)
+                            log_ratio = policy.log_prob(mb_actions) - mb_logprobs
+                            policy_loss = policy_objective(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
+                            entropy = policy.entropy().mean()
+                            with torch.no_grad():
+                                approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
+                                clipfrac = ((log_ratio.exp() - 1).abs() > clip_limit).float().mean()
+                                policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
+                            loss += policy_loss - args.ent_coef * entropy
 
-                    if train_policy:
-                        policy = Categorical(logits=logits)
-                        log_ratio = policy.log_prob(mb_actions) - mb_logprobs
-                        policy_loss = policy_objective(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
-                        entropy = policy.entropy().mean()
-                        with torch.no_grad():
-                            approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                            clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
-                            policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
-                        loss += policy_loss - args.ent_coef * entropy
+                        if train_value:
+                            value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
+                            value_sum += weight * value_loss.detach()
+                            loss += value_loss
 
-                    if train_value:
-                        value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
-                        value_sum += weight * value_loss.detach()
-                        loss += value_loss
-
-                    (loss * weight).backward()
-                optimizer_in_use.step()
-                progress.update(0)
-        iteration += 1
-
-        # Auxiliary phase: distil the phase's value targets into the policy's encoder.
-        aux_means = []  # of each epoch: auxiliary value loss, KL, value loss
-        if iteration % args.n_pi == 0 and args.e_aux > 0:
-            # π_old(·|s) for every state of the buffer: the policy as the policy phase left it.
-            progress.set_description_str("auxiliary phase, π_old", refresh=False)
-            aux_old_logits = []
-            with torch.no_grad():
-                for rollout_obs in aux_obs:
-                    chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
-                    logits = torch.cat([agent(chunk, value=False)[0] for chunk in chunks])
-                    aux_old_logits.append(logits.unflatten(0, (args.num_steps, args.num_envs)))
+                        (loss * weight).backward()
+                    stop_unless_finite(agent, iteration + 1, {"policy_loss": policy_sums[0], "value_loss": value_sum})
+                    optimizer_in_use.step()
                     progress.update(0)
 
-            for epoch in range(args.e_aux):
-                progress.set_description_str(f"auxiliary phase, epoch {epoch + 1}/{args.e_aux}", refresh=False)
+            # The last 100 episodes, and the losses as means over the whole update.
+            policy_means = policy_sums / (args.e_pi * args.num_minibatches)
+            policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
+            value_loss = value_sum.item() / (args.e_v * args.num_minibatches)
+            explained_variance = 1 - (value_targets - values[:-1]).var() / value_targets.var()
+            metrics = {
+                "charts/episodic_return": float(np.mean(envs.return_queue)) if envs.return_queue else math.nan,
+                "charts/episodic_length": float(np.mean(envs.length_queue)) if envs.length_queue else math.nan,
+                "charts/episodes": int(envs.episode_count),
+                "losses/policy_loss": policy_loss,
+                "losses/value_loss": value_loss,
+                "losses/entropy": entropy,
+                "losses/approx_kl": approx_kl,
+                "losses/clipfrac": clipfrac,
+                "losses/explained_variance": explained_variance.item(),
+            }
+
+        # Auxiliary phase: distil the phase's value targets into the policy's encoder.
+        if (iteration + 1) % args.n_pi == 0 and args.e_aux > 0:
+            # π_old(·|s) for every state of the buffer: the policy as the policy phase left it.
+            if not aux_old_logits:
+                progress.set_description_str("auxiliary phase, π_old", refresh=False)
+                with torch.no_grad():
+                    for rollout_obs in aux_obs:
+                        chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
+                        logits = torch.cat([agent(chunk, value=False)[0] for chunk in chunks])
+                        aux_old_logits.append(logits.unflatten(0, (args.num_steps, args.num_envs)))
+                        progress.update(0)
+
+            phase_over, stopping = False, bool(stop_signals)
+            while not phase_over and not stopping:
+                progress.set_description_str(f"auxiliary phase {len(aux_means) + 1}/{args.e_aux}", refresh=False)
                 aux_sums = torch.zeros(3, device=device)
                 for segments in torch.randperm(args.n_pi * args.num_envs).split(args.aux_minibatch_segments):
                     # A segment is what one environment did in one iteration of the phase.
@@ -738,31 +858,18 @@ def main(args):
                         weight = len(mb_obs) / (len(segments) * args.num_steps)
                         ((joint_loss + value_loss) * weight).backward()
                         aux_sums += len(mb_obs) * torch.stack([aux_value_loss, kl, value_loss]).detach()
+                    losses = dict(zip(("aux_value_loss", "aux_kl", "aux_true_value_loss"), aux_sums))
+                    stop_unless_finite(agent, iteration + 1, losses)
                     aux_optimizer.step()
                     progress.update(0)
 
                 aux_means.append((aux_sums / (args.n_pi * batch_size)).tolist())
-                if args.aux_kl_limit is not None and aux_means[-1][1] > args.aux_kl_limit:
-                    break
-            # The buffer is empty now: the next phase writes over it.
+                phase_over = len(aux_means) == args.e_aux or aux_means[-1][1] > kl_limit
+                stopping = bool(stop_signals)
+            if not phase_over:
+                saved = save_checkpoint()
+                break
 
-        # Log the last 100 episodes, and the losses as means over the whole update.
-        policy_means = policy_sums / (args.e_pi * args.num_minibatches)
-        policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
-        value_loss = value_sum.item() / (args.e_v * args.num_minibatches)
-        explained_variance = 1 - (value_targets - values[:-1]).var() / value_targets.var()
-        metrics = {
-            "charts/episodic_return": np.mean(envs.return_queue) if envs.return_queue else math.nan,
-            "charts/episodic_length": np.mean(envs.length_queue) if envs.length_queue else math.nan,
-            "charts/episodes": envs.episode_count,
-            "charts/SPS": (global_step - start_step) / (time.time() - start_time),
-            "losses/policy_loss": policy_loss,
-            "losses/value_loss": value_loss,
-            "losses/entropy": entropy,
-            "losses/approx_kl": approx_kl,
-            "losses/clipfrac": clipfrac,
-            "losses/explained_variance": explained_variance.item(),
-        }
         # The auxiliary phase's losses over its first and its last epoch; nan where there was none.
         for epoch, means in (("first", aux_means[:1]), ("last", aux_means[-1:])):
             aux_value_loss, kl, value_loss = means[0] if means else (math.nan, math.nan, math.nan)
@@ -770,50 +877,47 @@ def main(args):
             metrics[f"auxiliary/aux_kl_{epoch}"] = kl
             metrics[f"auxiliary/aux_true_value_loss_{epoch}"] = value_loss
         metrics["auxiliary/aux_epochs"] = len(aux_means)
-        row = {"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()}
-        csv_writer = csv.DictWriter(progress_csv, row)
-        if progress_csv.tell() == 0:
-            csv_writer.writeheader()
-        csv_writer.writerow(row)
-        progress_csv.flush()
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, global_step)
+        # Empty the buffer: the next phase writes over it.
+        aux_old_logits, aux_means = [], []
+
+        # Log.
+        iteration += 1
+        metrics["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        rows.append({"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()})
+        progress.set_postfix_str(f"return {metrics['charts/episodic_return']:.2f}", refresh=False)
+        try:
+            with replacing(run_path / "progress.csv") as file:
+                csv_writer = csv.DictWriter(file, rows[0])
+                csv_writer.writeheader()
+                csv_writer.writerows(rows)
+            writer = writer or SummaryWriter(run_path)
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, global_step)
+        except OSError as error:
+            progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
+            writer = None  # TensorBoard's thread ends with its first error
         if args.track:
             wandb.log(metrics, step=global_step)
-        progress.set_postfix_str(f"return {row['episodic_return']:.2f}", refresh=False)
 
-        if iteration % (args.checkpoint_interval or args.n_pi) == 0 or iteration == num_iterations:
-            checkpoint = {
-                "agent": agent.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "value_optimizer": value_optimizer.state_dict(),
-                "aux_optimizer": aux_optimizer.state_dict(),
-                "aux_obs": aux_obs[: iteration % args.n_pi],
-                "aux_value_targets": aux_value_targets[: iteration % args.n_pi],
-                "reward_stats": reward_stats,
-                "envs": envs.unwrapped.get_state(),
-                "next_obs": torch.from_numpy(next_obs),
-                "next_starts": torch.from_numpy(next_starts),
-                "episode_returns": torch.from_numpy(envs.episode_returns),
-                "episode_lengths": torch.from_numpy(envs.episode_lengths),
-                "return_queue": [float(x) for x in envs.return_queue],
-                "length_queue": [int(x) for x in envs.length_queue],
-                "episode_count": int(envs.episode_count),
-                "rng": torch.get_rng_state(),
-                "iteration": iteration,
-                "global_step": global_step,
-            }
-            if device.type == "cuda":
-                checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
-            with replacing(run_path / "checkpoint.pt") as file:
-                torch.save(checkpoint, file)
+        stopping = bool(stop_signals)
+        if stopping or iteration == num_iterations or iteration % (args.checkpoint_interval or args.n_pi) == 0:
+            saved = save_checkpoint()
 
     progress.close()
-    progress_csv.close()
-    writer.close()
+    with contextlib.suppress(OSError):
+        if writer:
+            writer.close()
     envs.close()
     if args.track:
         wandb.finish()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    if stopping:
+        command = shlex.join(["python", os.path.relpath(__file__), "--resume", str(run_path)])
+        print(f"stopped after {global_step} steps; to go on: {command}", flush=True)
+        sys.exit(128 + stop_signals[0])
+    if not saved:
+        sys.exit(1)
     return run_path
 
 

@@ -38,6 +38,8 @@ import json
 import math
 import os
 import platform
+import shlex
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ from typing import Literal
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -98,7 +101,7 @@ class Args:
     device: str = "auto"
     """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """arithmetic of the encoder; auto is bfloat16 where the hardware has it"""
+    """arithmetic of the encoder; auto is bfloat16 where the hardware has it; on a GPU, float32 is TF32"""
     microbatch_size: int | None = None
     """samples per forward and backward pass; gradients add up to those of the whole minibatch
     (default: 64 on a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
@@ -126,8 +129,9 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
-RESUME_MAY_CHANGE = ("total_timesteps", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
-                     "wandb_project_name", "wandb_entity")
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 1"
+RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
+                     "wandb_entity")
 GAMES_WITH_MODE = {
     "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
     "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
@@ -303,8 +307,9 @@ def normalize_rewards(rewards, starts, stats, discount=0.99, clip=10.0):
     Source: the PPG authors' release; moments merged as in Chan et al. 1979.
     """
     returns, mean, variance, count = (stats[name] for name in ("returns", "mean", "variance", "count"))
+    rewards, starts = rewards.double(), starts.double()
 
-    batch = torch.zeros_like(rewards, dtype=torch.float64)
+    batch = torch.zeros_like(rewards)
     for t in range(len(rewards)):
         returns = rewards[t] + discount * (1 - starts[t]) * returns
         batch[t] = returns
@@ -373,18 +378,43 @@ class PlainProgress(tqdm):
         print(self, file=self.fp, flush=True)
 
 
+def available_memory(device):
+    """Bytes that this process may still allocate on `device`; on a CPU a container's limit counts too."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no control groups (version 2), or no limit ("max")
+        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("::")[-1].strip())
+        limit, in_use = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - in_use)
+    return available
+
+
+def stop_unless_finite(agent, iteration, losses):
+    """End the run, before the optimizer's step, on a loss or a gradient that is infinite or no number."""
+    culprits = [name for name, loss in losses.items() if not math.isfinite(loss)]
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+    if not culprits and not math.isfinite(sum(gradient.sum() for gradient in gradients)):
+        culprits = [f"the gradient of {' + '.join(losses)}"]
+    if culprits:
+        sys.exit(f"iteration {iteration}: {culprits[0]} is not finite; stopped before the optimizer's step")
+
+
 @contextlib.contextmanager
-def replacing(path):
-    """A binary file to write; once it is whole and on the disk it takes the place of `path`.
+def replacing(path, mode="w"):
+    """A file to write; once it is whole and on the disk it takes the place of `path`.
 
     Renaming is atomic: a crash at any moment leaves either the old file or the new one.
     """
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, mode, newline=None if "b" in mode else "") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fail(message):
@@ -399,16 +429,17 @@ def parse_args():
     if args.resume is None:
         return args
 
-    config_path = Path(args.resume) / "config.json"
-    if not (Path(args.resume) / "checkpoint.pt").exists() or not config_path.exists():
-        fail(f"--resume {args.resume}: expected the directory of a run, with config.json and checkpoint.pt in it")
-    config = json.loads(config_path.read_text())
-    if config["script"] != Path(__file__).name:
-        fail(f"--resume {args.resume}: that run is one of {config['script']}, and only {config['script']} resumes it")
-    args = tyro.cli(Args, default=Args(**config["args"] | {"resume": args.resume}))
+    try:
+        config = json.loads((Path(args.resume) / "config.json").read_text())
+        if config["script"] != Path(__file__).name:
+            fail(f"--resume {args.resume}: expected a run of {Path(__file__).name}, that is one of {config['script']}")
+        stored = Args(**config["args"])
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"--resume {args.resume}: expected the directory of a run of {Path(__file__).name}, with its config.json")
+    args = tyro.cli(Args, default=dataclasses.replace(stored, resume=args.resume))
 
     # What could change the result has to stay as it was.
-    for name, value in config["args"].items():
+    for name, value in vars(stored).items():
         flag, new_value = "--" + name.replace("_", "-"), getattr(args, name)
         if name == "total_timesteps" and new_value < value:
             fail(f"{flag} {new_value}: this run was started with {value}; when resuming, expected that or more")
@@ -456,6 +487,13 @@ def main(args):
     minibatch_size = batch_size // args.num_minibatches
     microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
     num_iterations = math.ceil(args.total_timesteps / batch_size)
+    clip_limit = args.clip_coef or math.inf
+
+    # Observations take nearly all of it, a byte per pixel and colour.
+    needed, available = batch_size * 64 * 64 * 3, available_memory(device)
+    if needed > available:
+        gigabytes = f"{needed / 1e9:.4f} GB of memory on {device}, and {available / 1e9:.4f} GB are available"
+        fail(f"the buffer needs {gigabytes}; lower --num-envs or --num-steps")
 
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
@@ -481,11 +519,17 @@ def main(args):
     next_obs, _ = envs.reset()
     next_starts = np.ones(args.num_envs, dtype=bool)
     iteration = global_step = 0
+    rows = []  # of progress.csv
 
     if args.resume:
-        # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
         run_path = Path(args.resume)
-        checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+        try:
+            # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
+            checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+            assert checkpoint["format"] == CHECKPOINT_FORMAT
+        except Exception as error:
+            problem = str(error).split("\n")[0] or type(error).__name__
+            fail(f"--resume {run_path}: expected a checkpoint.pt in format '{CHECKPOINT_FORMAT}' there ({problem})")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         reward_stats = {name: value.cpu() for name, value in checkpoint["reward_stats"].items()}
@@ -499,12 +543,7 @@ def main(args):
         torch.set_rng_state(checkpoint["rng"].cpu())
         if device.type == "cuda" and "cuda_rng" in checkpoint:
             torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu(), device)
-        iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
-
-        # Rows that came after the checkpoint will be written again: keep the header and a row an iteration.
-        rows = (run_path / "progress.csv").read_bytes().splitlines(keepends=True)
-        with replacing(run_path / "progress.csv") as file:
-            file.writelines(rows[: 1 + iteration])
+        iteration, global_step, rows = (checkpoint[name] for name in ("iteration", "global_step", "rows"))
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         run_path = Path(args.run_dir) / run_name
@@ -526,15 +565,21 @@ def main(args):
         "versions": {"python": platform.python_version()} | versions,
     }
     with replacing(run_path / "config.json") as file:
-        file.write(json.dumps(config, indent=2).encode() + b"\n")
+        json.dump(config, file, indent=2)
     writer = SummaryWriter(run_path, purge_step=global_step + 1)
     if args.track:
         import wandb
 
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_path.name, config=config["args"])
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_path.name,
+            resume="allow",
+            config=config["args"],
+        )
 
     # One live line on a terminal; elsewhere a line a minute.
-    live = sys.stdout.isatty()
+    live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
     progress = (tqdm if live else PlainProgress)(
         total=num_iterations * batch_size,
         initial=global_step,
@@ -544,12 +589,57 @@ def main(args):
         miniters=0,
         mininterval=0.2 if live else 60,
         dynamic_ncols=True,
+        bar_format="{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|",
         file=sys.stdout,
     )
-    progress_csv = open(run_path / "progress.csv", "a", newline="")
+    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the next boundary, the
+    # second one stops at once.
+    stop_signals = []
+
+    def request_stop(signum, frame):
+        if stop_signals:
+            os._exit(128 + signum)
+        stop_signals.append(signum)
+        where = b"iteration"
+        os.write(2, b"\nstopping after this " + where + b", with a checkpoint; again: at once, without\n")
+
+    handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def save_checkpoint():
+        """Write everything that the rest of the run depends on; returns whether that worked."""
+        checkpoint = {
+            "format": CHECKPOINT_FORMAT,
+            "iteration": iteration,
+            "global_step": global_step,
+            "rows": rows,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "reward_stats": reward_stats,
+            "envs": envs.unwrapped.get_state(),
+            "next_obs": torch.from_numpy(next_obs),
+            "next_starts": torch.from_numpy(next_starts),
+            "episode_returns": torch.from_numpy(envs.episode_returns),
+            "episode_lengths": torch.from_numpy(envs.episode_lengths),
+            "return_queue": [float(episodic_return) for episodic_return in envs.return_queue],
+            "length_queue": [int(episodic_length) for episodic_length in envs.length_queue],
+            "episode_count": int(envs.episode_count),
+            "rng": torch.get_rng_state(),
+        }
+        if device.type == "cuda":
+            checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
+        try:
+            with replacing(run_path / "checkpoint.pt", "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            reason = error.__context__ or error  # torch wraps the error of a full disk
+            progress.write(f"the checkpoint could not be written, the one before it stays: {reason}", file=sys.stderr)
+            return False
+        return True
+
+    stopping, saved = False, True
     start_time, start_step = time.time(), global_step
 
-    while iteration < num_iterations:
+    while iteration < num_iterations and not stopping:
         # Rollout: num_steps steps in every environment with the current policy.
         progress.set_description_str("rollout", refresh=False)
         for t in range(args.num_steps):
@@ -594,7 +684,7 @@ def main(args):
                     entropy = policy.entropy().mean()
                     with torch.no_grad():
                         approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                        clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
+                        clipfrac = ((log_ratio.exp() - 1).abs() > clip_limit).float().mean()
                         policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
 
                     value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
@@ -602,20 +692,19 @@ def main(args):
 
                     loss = policy_loss - args.ent_coef * entropy + value_loss
                     (loss * weight).backward()
+                stop_unless_finite(agent, iteration + 1, {"policy_loss": policy_sums[0], "value_loss": value_sum})
                 optimizer.step()
                 progress.update(0)
-        iteration += 1
 
-        # Log the last 100 episodes, and the losses as means over the whole update.
+        # The last 100 episodes, and the losses as means over the whole update.
         policy_means = policy_sums / (args.update_epochs * args.num_minibatches)
         policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
         value_loss = value_sum.item() / (args.update_epochs * args.num_minibatches)
         explained_variance = 1 - (value_targets - values[:-1]).var() / value_targets.var()
         metrics = {
-            "charts/episodic_return": np.mean(envs.return_queue) if envs.return_queue else math.nan,
-            "charts/episodic_length": np.mean(envs.length_queue) if envs.length_queue else math.nan,
-            "charts/episodes": envs.episode_count,
-            "charts/SPS": (global_step - start_step) / (time.time() - start_time),
+            "charts/episodic_return": float(np.mean(envs.return_queue)) if envs.return_queue else math.nan,
+            "charts/episodic_length": float(np.mean(envs.length_queue)) if envs.length_queue else math.nan,
+            "charts/episodes": int(envs.episode_count),
             "losses/policy_loss": policy_loss,
             "losses/value_loss": value_loss,
             "losses/entropy": entropy,
@@ -623,46 +712,45 @@ def main(args):
             "losses/clipfrac": clipfrac,
             "losses/explained_variance": explained_variance.item(),
         }
-        row = {"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()}
-        csv_writer = csv.DictWriter(progress_csv, row)
-        if progress_csv.tell() == 0:
-            csv_writer.writeheader()
-        csv_writer.writerow(row)
-        progress_csv.flush()
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, global_step)
+
+        # Log.
+        iteration += 1
+        metrics["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        rows.append({"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()})
+        progress.set_postfix_str(f"return {metrics['charts/episodic_return']:.2f}", refresh=False)
+        try:
+            with replacing(run_path / "progress.csv") as file:
+                csv_writer = csv.DictWriter(file, rows[0])
+                csv_writer.writeheader()
+                csv_writer.writerows(rows)
+            writer = writer or SummaryWriter(run_path)
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, global_step)
+        except OSError as error:
+            progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
+            writer = None  # TensorBoard's thread ends with its first error
         if args.track:
             wandb.log(metrics, step=global_step)
-        progress.set_postfix_str(f"return {row['episodic_return']:.2f}", refresh=False)
 
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
-            checkpoint = {
-                "agent": agent.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "reward_stats": reward_stats,
-                "envs": envs.unwrapped.get_state(),
-                "next_obs": torch.from_numpy(next_obs),
-                "next_starts": torch.from_numpy(next_starts),
-                "episode_returns": torch.from_numpy(envs.episode_returns),
-                "episode_lengths": torch.from_numpy(envs.episode_lengths),
-                "return_queue": [float(x) for x in envs.return_queue],
-                "length_queue": [int(x) for x in envs.length_queue],
-                "episode_count": int(envs.episode_count),
-                "rng": torch.get_rng_state(),
-                "iteration": iteration,
-                "global_step": global_step,
-            }
-            if device.type == "cuda":
-                checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
-            with replacing(run_path / "checkpoint.pt") as file:
-                torch.save(checkpoint, file)
+        stopping = bool(stop_signals)
+        if stopping or iteration == num_iterations or iteration % args.checkpoint_interval == 0:
+            saved = save_checkpoint()
 
     progress.close()
-    progress_csv.close()
-    writer.close()
+    with contextlib.suppress(OSError):
+        if writer:
+            writer.close()
     envs.close()
     if args.track:
         wandb.finish()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    if stopping:
+        command = shlex.join(["python", os.path.relpath(__file__), "--resume", str(run_path)])
+        print(f"stopped after {global_step} steps; to go on: {command}", flush=True)
+        sys.exit(128 + stop_signals[0])
+    if not saved:
+        sys.exit(1)
     return run_path
 
 

@@ -1,0 +1,465 @@
+"""Nothing is lost: kills, signals, full disks, foreign checkpoints, numbers that are not finite."""
+
+import errno
+import functools
+import math
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import random
+import resource
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from procgen.env import ENV_NAMES
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppg_procgen
+import ppo_procgen
+
+SCRIPTS = [ppo_procgen, ppg_procgen]
+both_scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+
+SIZES = dict(num_envs=2, num_steps=16, num_minibatches=2, checkpoint_interval=1, device="cpu", precision="float32")
+PPG_SIZES = dict(n_pi=3, e_aux=3, aux_minibatch_segments=4)
+ROLLOUT = 2 * 16  # steps
+
+# Processes fork from one that has imported torch and loaded Procgen's images: each starts in a moment.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["preload"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver():
+    with pytest.MonkeyPatch.context() as patch:
+        here = Path(__file__).parent
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here.parent), str(here)]))
+        multiprocessing.forkserver.ensure_running()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_agent_in_an_empty_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    for script in SCRIPTS:
+        monkeypatch.setattr(script, "Agent", small_agent(script))
+
+
+def small_agent(script):
+    return functools.partial(script.Agent, channels=(4, 4, 4), features=16)
+
+
+def train(script, **options):
+    """Train in this process: a new run, or with `resume` from the command line, as a user would go on."""
+    if "resume" in options:
+        sys.argv = [script.__file__, *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+        return script.main(script.parse_args())
+    return script.main(script.Args(**SIZES | (PPG_SIZES if script is ppg_procgen else {}) | options))
+
+
+def train_alone(name, prepare, options):
+    """What a process of its own does: `prepare` sets the scene, then it trains."""
+    script = sys.modules[name]
+    sys.stderr = open("stderr.txt", "w", buffering=1)
+    script.Agent = small_agent(script)
+    if prepare:
+        prepare(script)
+    train(script, **options)
+
+
+def start(script, prepare=None, **options):
+    process = FORKSERVER.Process(target=train_alone, args=(script.__name__, prepare, options))
+    process.start()
+    return process
+
+
+def exit_code(process):
+    process.join(300)
+    assert process.exitcode is not None, "still running after five minutes"
+    return process.exitcode
+
+
+def load(run_path):
+    return torch.load(Path(run_path) / "checkpoint.pt", weights_only=True)
+
+
+def rows(run_path):
+    return pd.read_csv(Path(run_path) / "progress.csv").drop(columns="SPS")
+
+
+def assert_same_end(run_path, other_path):
+    """Every row of progress.csv, its time column aside, and every parameter is the same."""
+    pd.testing.assert_frame_equal(rows(run_path), rows(other_path), check_exact=True)
+    agent, other_agent = load(run_path)["agent"], load(other_path)["agent"]
+    assert agent.keys() == other_agent.keys()
+    assert all(torch.equal(agent[name], other_agent[name]) for name in agent)
+
+
+# Kills
+
+
+@both_scripts
+def test_twenty_kills_at_random_moments_change_nothing(script):
+    steps = ROLLOUT * 75
+    began = time.time()
+    assert exit_code(start(script, run_name="whole", total_timesteps=steps)) == 0
+    duration = time.time() - began
+
+    process = start(script, run_name="killed", total_timesteps=steps)
+    while not Path("runs/killed/checkpoint.pt").exists():
+        time.sleep(0.001)
+    moments = random.Random(script.__name__)
+    for _ in range(20):
+        time.sleep(moments.uniform(0, duration / 20))
+        assert process.is_alive(), "the run ended before it was killed twenty times"
+        process.kill()
+        process.join()
+        process = start(script, resume="runs/killed")
+    assert exit_code(process) == 0
+    assert_same_end("runs/killed", "runs/whole")
+
+
+def kill_while_writing(script):
+    """SIGKILL when half of the third checkpoint is in its temporary file."""
+    save, saved = torch.save, []
+
+    def save_half(checkpoint, file):
+        saved.append(checkpoint)
+        save(checkpoint, file)
+        if len(saved) == 3:
+            file.flush()
+            os.truncate(file.name, file.tell() // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = save_half
+
+
+def kill_before_renaming(script):
+    """SIGKILL when the third checkpoint is written, and not yet in its place."""
+    replace, replaced = os.replace, []
+
+    def replace_or_die(source, target):
+        replaced.append(target.name)
+        if replaced.count("checkpoint.pt") == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = replace_or_die
+
+
+def kill_in_auxiliary_phase(script):
+    auxiliary, calls = script.auxiliary_objective, []
+
+    def auxiliary_or_die(*args):
+        calls.append(args)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return auxiliary(*args)
+
+    script.auxiliary_objective = auxiliary_or_die
+
+
+@pytest.mark.parametrize("prepare", [kill_while_writing, kill_before_renaming, kill_in_auxiliary_phase])
+def test_a_kill_at_the_worst_moment_changes_nothing(prepare):
+    train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7)
+    assert exit_code(start(ppg_procgen, prepare, run_name="killed", total_timesteps=ROLLOUT * 7)) == -signal.SIGKILL
+    assert load("runs/killed")["iteration"] == 2
+    train(ppg_procgen, resume="runs/killed")
+    assert_same_end("runs/killed", "runs/whole")
+
+
+@pytest.mark.parametrize("env_id", ENV_NAMES)
+def test_every_game_goes_on_in_a_fresh_process_with_one_environment(env_id):
+    options = dict(env_id=env_id, num_envs=1, num_minibatches=1, num_steps=64, n_pi=2, e_aux=1)
+    whole = start(ppg_procgen, run_name="whole", total_timesteps=64 * 6, **options)
+    assert exit_code(start(ppg_procgen, run_name="halted", total_timesteps=64 * 3, **options)) == 0
+    assert exit_code(start(ppg_procgen, resume="runs/halted", total_timesteps=64 * 6)) == 0
+    assert exit_code(whole) == 0
+    assert_same_end("runs/halted", "runs/whole")
+
+
+def test_resumed_points_are_not_in_tensorboard_twice():
+    train(ppg_procgen, run_name="run", total_timesteps=ROLLOUT * 5, checkpoint_interval=3)
+    # The last checkpoint lost: the run goes on from the one after three iterations, and repeats two.
+    train(ppg_procgen, run_name="short", total_timesteps=ROLLOUT * 3, checkpoint_interval=3)
+    os.replace("runs/short/checkpoint.pt", "runs/run/checkpoint.pt")
+    train(ppg_procgen, resume="runs/run")
+    events = EventAccumulator("runs/run").Reload()
+    steps = [event.step for event in events.Scalars("charts/episodes")]
+    assert steps == [ROLLOUT * i for i in (1, 2, 3, 4, 5)]
+    assert list(rows("runs/run")["global_step"]) == steps
+
+
+# Signals
+
+
+def signal_at(monkeypatch, script, name, call, *signums):
+    """Send this process `signums` at the n-th call of a function of the script."""
+    function, calls = getattr(script, name), []
+
+    def signalling(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == call:
+            for signum in signums:
+                os.kill(os.getpid(), signum)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(script, name, signalling)
+
+
+# The fifth iteration's advantages; the auxiliary phase's first and second epoch, of two minibatches each.
+MOMENTS = [("gae", 5, 5, 0), ("gae", 3, 2, 0), ("auxiliary_objective", 1, 2, 1), ("auxiliary_objective", 3, 2, 2)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("function, call, iterations, aux_epochs", MOMENTS)
+def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, signum, function, call, iterations, aux_epochs):
+    train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    with monkeypatch.context() as patch:
+        signal_at(patch, ppg_procgen, function, call, signum)
+        with pytest.raises(SystemExit) as stop:
+            train(ppg_procgen, run_name="stopped", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    assert stop.value.code == 128 + signum
+    checkpoint = load("runs/stopped")
+    assert (checkpoint["iteration"], len(checkpoint["aux_means"])) == (iterations, aux_epochs)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are put back"
+
+    # The command it prints is the one that goes on.
+    command = shlex.split(capfd.readouterr().out.split("to go on: ")[1])
+    assert command[0] == "python" and Path(command[1]).resolve() == Path(ppg_procgen.__file__)
+    monkeypatch.setattr(sys, "argv", command[1:])
+    ppg_procgen.main(ppg_procgen.parse_args())
+    assert_same_end("runs/stopped", "runs/whole")
+
+
+def test_ppo_stops_at_the_next_boundary_too(monkeypatch):
+    train(ppo_procgen, run_name="whole", total_timesteps=ROLLOUT * 4, checkpoint_interval=100)
+    with monkeypatch.context() as patch:
+        signal_at(patch, ppo_procgen, "gae", 2, signal.SIGTERM)
+        with pytest.raises(SystemExit) as stop:
+            train(ppo_procgen, run_name="stopped", total_timesteps=ROLLOUT * 4, checkpoint_interval=100)
+    assert stop.value.code == 128 + signal.SIGTERM and load("runs/stopped")["iteration"] == 2
+    train(ppo_procgen, resume="runs/stopped")
+    assert_same_end("runs/stopped", "runs/whole")
+
+
+def two_signals(script):
+    advantages, calls = script.gae, []
+
+    def signalling(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return advantages(*args)
+
+    script.gae = signalling
+
+
+@both_scripts
+def test_a_second_signal_stops_at_once_and_leaves_the_last_checkpoint_whole(script):
+    process = start(script, two_signals, run_name="run", total_timesteps=ROLLOUT * 7)
+    assert exit_code(process) == 128 + signal.SIGINT
+    assert load("runs/run")["iteration"] == 2 and len(rows("runs/run")) == 2
+
+
+def test_twenty_signals_at_random_moments_change_nothing():
+    steps = ROLLOUT * 75
+    began = time.time()
+    assert exit_code(start(ppg_procgen, run_name="whole", total_timesteps=steps, checkpoint_interval=100)) == 0
+    duration = time.time() - began
+
+    moments = random.Random(2)
+    stops, process = 0, start(ppg_procgen, run_name="run", total_timesteps=steps, checkpoint_interval=100)
+    while not Path("runs/run/progress.csv").exists():
+        time.sleep(0.001)
+    while stops < 20:
+        process.terminate()
+        code = exit_code(process)
+        if code != -signal.SIGTERM:  # that one came before the run was listening
+            assert code == 128 + signal.SIGTERM
+            stops += 1
+        process = start(ppg_procgen, resume="runs/run")
+        time.sleep(moments.uniform(0, duration / 20))
+    assert exit_code(process) == 0
+    assert_same_end("runs/run", "runs/whole")
+
+
+# Full disks
+
+
+def files_of_20_kilobytes_at_most(script):
+    """Larger writes fail with an error, as on a full disk; a checkpoint is larger, progress.csv is not."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def full_after_two_checkpoints(script):
+    save, saved = torch.save, []
+
+    def save_or_fill(checkpoint, file):
+        saved.append(checkpoint)
+        if len(saved) == 3:
+            files_of_20_kilobytes_at_most(script)
+        save(checkpoint, file)
+
+    torch.save = save_or_fill
+
+
+@both_scripts
+def test_a_full_disk_is_reported_and_training_goes_on(script):
+    process = start(script, full_after_two_checkpoints, run_name="run", total_timesteps=ROLLOUT * 5)
+    assert exit_code(process) == 1, "the last checkpoint could not be written"
+    reports = [line for line in Path("stderr.txt").read_text().splitlines() if "could not be written" in line]
+    assert len(reports) == 3 and "File too large" in reports[0]
+    assert len(rows("runs/run")) == 5
+    assert load("runs/run")["iteration"] == 2
+    assert not list(Path("runs/run").glob("*.tmp")), "half a checkpoint would fill the disk further"
+
+    train(script, resume="runs/run")
+    train(script, run_name="whole", total_timesteps=ROLLOUT * 5)
+    assert_same_end("runs/run", "runs/whole")
+
+
+@both_scripts
+def test_no_row_is_lost_to_a_disk_that_was_full_for_a_while(monkeypatch, script, capfd):
+    replacing, names = script.replacing, []
+
+    def full_at_the_third_row(path, *mode):
+        names.append(path.name)
+        if names.count("progress.csv") == 3 and path.name == "progress.csv":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replacing(path, *mode)
+
+    monkeypatch.setattr(script, "replacing", full_at_the_third_row)
+    train(script, run_name="run", total_timesteps=ROLLOUT * 5)
+    assert "metrics could not be written" in capfd.readouterr().err
+    assert list(rows("runs/run")["global_step"]) == [ROLLOUT * i for i in (1, 2, 3, 4, 5)]
+    events = EventAccumulator("runs/run").Reload()
+    assert [event.step for event in events.Scalars("charts/episodes")] == [ROLLOUT * i for i in (1, 2, 4, 5)]
+
+
+# Files that are no checkpoint
+
+
+def refused(capsys, script, **options):
+    with pytest.raises(SystemExit) as stop:
+        train(script, **options)
+    complaint = capsys.readouterr().err
+    assert stop.value.code == 2 and complaint.count("\n") == 1, complaint
+    return complaint
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("hacked",)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "empty", "foreign", "wrong format", "evil", "missing"])
+@both_scripts
+def test_a_file_that_is_no_checkpoint_gets_one_clear_line(script, kind, capsys):
+    train(script, run_name="run", total_timesteps=ROLLOUT)
+    path = Path("runs/run/checkpoint.pt")
+    checkpoint = load("runs/run")
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-1000])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "foreign":
+        torch.save({"state_dict": checkpoint["agent"]}, path)
+    elif kind == "wrong format":
+        torch.save(checkpoint | {"format": f"{script.__name__}.py 0"}, path)
+    elif kind == "evil":
+        path.write_bytes(pickle.dumps(Evil()))
+    else:
+        path.unlink()
+    capsys.readouterr()
+    before = Path("runs/run/progress.csv").read_bytes()
+    complaint = refused(capsys, script, resume="runs/run", total_timesteps=ROLLOUT * 2)
+    assert "--resume runs/run" in complaint and f"{script.__name__}.py 1" in complaint
+    assert not Path("hacked").exists()
+    assert Path("runs/run/progress.csv").read_bytes() == before
+
+
+# Numbers that are not finite
+
+
+def spoil(monkeypatch, script, name, call, make):
+    """Let the n-th call of a loss function return what `make` makes of its result."""
+    function, calls = getattr(script, name), []
+
+    def spoiling(*args):
+        calls.append(args)
+        result = function(*args)
+        return make(result) if len(calls) == call else result
+
+    monkeypatch.setattr(script, name, spoiling)
+
+
+def infinite_gradient(loss):
+    """A finite loss, 0 · ∞ away from a finite gradient: √x has slope ∞ at 0."""
+    return loss + (loss - loss).sqrt()
+
+
+POLICY_CALL = {ppo_procgen: 8, ppg_procgen: 4}  # in the second iteration: E epochs of two minibatches in each
+
+
+@pytest.mark.parametrize(
+    "make, culprit", [(lambda loss: loss * math.nan, "policy_loss"), (infinite_gradient, "the gradient of policy_loss")]
+)
+@both_scripts
+def test_what_is_not_finite_stops_the_run_before_the_optimizer_steps_on_it(monkeypatch, script, make, culprit):
+    train(script, run_name="whole", total_timesteps=ROLLOUT * 3)
+    with monkeypatch.context() as patch:
+        spoil(patch, script, "policy_objective", POLICY_CALL[script], make)
+        steps, step = [], torch.optim.Adam.step
+        patch.setattr(torch.optim.Adam, "step", lambda self: (steps.append(1), step(self)))
+        with pytest.raises(SystemExit) as stop:
+            train(script, run_name="run", total_timesteps=ROLLOUT * 3)
+    assert stop.value.code.startswith(f"iteration 2: {culprit}") and "not finite" in stop.value.code
+    assert len(steps) == POLICY_CALL[script] - 1
+    train(script, resume="runs/run")
+    assert_same_end("runs/run", "runs/whole")
+
+
+def test_an_auxiliary_loss_that_is_not_finite_is_named(monkeypatch):
+    spoil(monkeypatch, ppg_procgen, "auxiliary_objective", 2, lambda losses: (losses[0] * math.nan, *losses[1:]))
+    with pytest.raises(SystemExit, match="iteration 3: the gradient of aux_value_loss"):
+        train(ppg_procgen, run_name="run", total_timesteps=ROLLOUT * 3)
+    assert load("runs/run")["iteration"] == 2
+
+
+# Memory
+
+
+@both_scripts
+def test_too_little_memory_is_told_before_anything_is_written(monkeypatch, capsys, script):
+    monkeypatch.setattr(script, "available_memory", lambda device: 200_000)
+    complaint = refused(capsys, script, total_timesteps=ROLLOUT * 3)
+    needed = ROLLOUT * 64 * 64 * 3 * (3 if script is ppg_procgen else 1)
+    assert f"{needed / 1e9:.4f} GB" in complaint and "0.0002 GB" in complaint and "--num-envs" in complaint
+    assert not Path("runs").exists()
+
+
+def test_the_auxiliary_buffer_at_the_defaults_needs_6_4_gigabytes(monkeypatch, capsys):
+    monkeypatch.setattr(ppg_procgen, "available_memory", lambda device: 6_400_000_000)
+    with pytest.raises(SystemExit):
+        ppg_procgen.main(ppg_procgen.Args(device="cpu"))
+    assert "6.4425 GB" in capsys.readouterr().err
+
+
+def test_a_containers_limit_counts(monkeypatch, tmp_path):
+    files = {"/proc/self/cgroup": "0::/job\n"}
+    files |= {"/sys/fs/cgroup/job/memory.max": "1000000\n", "/sys/fs/cgroup/job/memory.current": "400000\n"}
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: files.get(str(path)) or read_text(path))
+    assert ppg_procgen.available_memory(torch.device("cpu")) == 600_000
+    files["/sys/fs/cgroup/job/memory.max"] = "max\n"
+    assert ppg_procgen.available_memory(torch.device("cpu")) > 100_000_000
