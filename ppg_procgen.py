@@ -1,14 +1,16 @@
 """Phasic Policy Gradient (PPG) on Procgen, in one file.
 
 Policy and value function can share one network, and each then learns from what the other sees;
-but their gradients interfere, and the value function cannot be trained harder than the policy
-bears. PPG (Cobbe et al. 2020, arXiv 2009.04416) keeps the sharing and loses the interference by
-taking turns:
+but their gradients interfere, and the value function, which bears many more epochs over the same
+data than the policy does, cannot have them. PPG (Cobbe et al. 2020, arXiv 2009.04416) keeps the
+sharing and loses the interference by taking turns:
 
-- the policy phase: N_π iterations of PPO, where policy and value function have an encoder each;
-- the auxiliary phase: over everything the policy phase saw, E_aux epochs that teach the policy's
-  encoder to predict the value targets through an auxiliary value head, while a KL penalty holds
-  the policy itself in place. The value function trains on the same targets, with the same reuse.
+- the policy phase: N_π iterations of PPO, in which policy and value function have an encoder each
+  (or, with `--arch shared` and `detach`, one for both);
+- the auxiliary phase: E_aux epochs over all rollouts of the policy phase teach the policy's encoder
+  to predict the value targets (advantage estimate + value, as of the rollout), through an auxiliary
+  value head that nobody acts on. A KL penalty holds the policy itself where it was. The value
+  function trains on the same targets for as many epochs.
 
     python ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
     python ppg_procgen.py --help
@@ -86,7 +88,7 @@ class Args:
     num_envs: int = 64
     """environments that step side by side"""
     num_steps: int = 256
-    """steps per environment and rollout, the length of a segment"""
+    """steps per environment in a rollout; what one environment does in one rollout is a segment"""
     num_minibatches: int = 8
     """minibatches per epoch; each is num_envs / num_minibatches whole segments"""
     learning_rate: float = 5e-4
@@ -100,7 +102,7 @@ class Args:
     e_pi: int = 1
     """E_π, epochs of the policy over each rollout"""
     e_v: int = 1
-    """E_V, epochs of the value function over each rollout; if it differs from e_pi, they train apart"""
+    """E_V, epochs of the value function over each rollout; other than e_pi, it trains before the policy"""
     e_aux: int = 6
     """E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase"""
     beta_clone: float = 1.0
@@ -113,7 +115,7 @@ class Args:
     """end an auxiliary phase early once an epoch's mean KL passes this (try 0.02; default: never)"""
     arch: Literal["dual", "shared", "detach"] = "dual"
     """dual: an encoder each for policy and value function; shared: one for both; detach: one for
-    both, but in the policy phase the value function's gradient stops before it"""
+    both, which the value function's gradient reaches in the auxiliary phase only"""
     clip_coef: float = 0.2
     """ε of the clipped objective; 0 turns clipping off"""
     ent_coef: float = 0.01
@@ -154,6 +156,7 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
+AUX_LOSSES = ("aux_value_loss", "aux_kl", "aux_true_value_loss")
 CHECKPOINT_FORMAT = f"{Path(__file__).name} 1"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
                      "wandb_entity")
@@ -247,8 +250,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        # Two convolutions multiply their gains: each has the root of the block's 1/√3/√2, the gain
-        # that keeps the sum over 3 stacks × 2 blocks from growing.
+        # 3 stacks of 2 blocks each add to the features: a block's gain is 1/√3/√2, so that the sum
+        # does not grow. The block's two convolutions multiply theirs: each has the root of it.
         norm = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
         self.conv1 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
         self.conv2 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
@@ -307,9 +310,9 @@ class Agent(nn.Module):
         self.aux_value_head = normalize_weights(nn.Linear(features, 1), 0.1)
 
     def forward(self, observations, policy=True, value=True):
-        """The policy phase: uint8 [batch, 64, 64, 3] → logits [batch, num_actions], values [batch].
+        """uint8 [batch, 64, 64, 3] → logits [batch, num_actions], values [batch], as the policy phase trains them.
 
-        Whichever of the two is not asked for is None, and where it has an encoder of its own that is not run.
+        What is not asked for is None, and an encoder that serves it alone does not run.
         """
         features = self.encoder(observations) if policy or self.arch != "dual" else None
         logits = self.policy_head(features) if policy else None
@@ -322,11 +325,12 @@ class Agent(nn.Module):
         return logits, self.value_head(value_features).squeeze(1)
 
     def auxiliary(self, observations):
-        """The auxiliary phase: uint8 [batch, 64, 64, 3] → logits [batch, num_actions], auxiliary values
-        [batch], values [batch].
+        """uint8 [batch, 64, 64, 3] → logits [batch, num_actions], auxiliary values [batch], values [batch],
+        as the auxiliary phase trains them: logits and auxiliary values from the policy's encoder.
 
-        With `detach`, the value head's gradient now flows into the encoder, as the paper says. (The
-        authors' code keeps it out in both phases.)
+        Values come from the value encoder, or with one encoder from that one, and with `detach` too
+        their gradient now flows into it, as the paper says. (The authors' code keeps it out in both
+        phases.)
         """
         features = self.encoder(observations)
         value_features = self.value_encoder(observations) if self.arch == "dual" else features
@@ -335,7 +339,7 @@ class Agent(nn.Module):
 
 
 def initial_reward_stats(num_envs):
-    """What `normalize_rewards` carries from rollout to rollout, before the first one."""
+    """What `normalize_rewards` carries from rollout to rollout, before the first: a weak guess of variance 1."""
     return {
         "returns": torch.zeros(num_envs, dtype=torch.float64),
         "mean": torch.tensor(0.0, dtype=torch.float64),
@@ -347,9 +351,9 @@ def initial_reward_stats(num_envs):
 def normalize_rewards(rewards, starts, stats, discount=0.99, clip=10.0):
     """Divide rewards by the running standard deviation of a discounted return.
 
-    The return runs forward in time, G_t = r_t + discount · (1 − start_t) · G_{t−1}, over rollouts
-    and with a discount of its own, not γ. The whole rollout enters the statistics before any of
-    its rewards is divided. Rewards are not centred: that would change what the agent wants.
+    The return runs forward in time, G_t = r_t + discount · (1 − start_t) · G_{t−1}, and on from one
+    rollout to the next; its discount is not γ. The whole rollout enters the statistics before any
+    of its rewards is divided. Rewards are not centred: that would change what the agent wants.
 
     Args:
         rewards: [num_steps, num_envs], what the environment paid for the action at step t
@@ -421,7 +425,7 @@ def auxiliary_objective(aux_values, value_targets, logits, old_logits, beta_clon
 
     Args:
         aux_values, value_targets: [batch]
-        logits, old_logits: [batch, num_actions] of π and of π_old, the policy at the phase's start
+        logits, old_logits: [batch, num_actions], of π and of π_old, the policy before the auxiliary phase
     Returns:
         the scalars L_joint, auxiliary value loss, KL
     Source: Cobbe et al. 2020, arXiv 2009.04416, section 2, L^joint and L^aux.
@@ -555,11 +559,11 @@ def main(args):
     minibatch_size = batch_size // args.num_minibatches
     microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
     num_iterations = math.ceil(args.total_timesteps / batch_size)
-    clip_limit = args.clip_coef or math.inf
-    kl_limit = math.inf if args.aux_kl_limit is None else args.aux_kl_limit
+    # Without auxiliary phases no rollout needs to be kept longer than its own iteration.
+    n_pi = args.n_pi if args.e_aux > 0 else 1
 
-    # Observations take nearly all of it, a byte per pixel and colour.
-    needed, available = args.n_pi * batch_size * 64 * 64 * 3, available_memory(device)
+    # Nearly all memory goes to the observations that the buffer keeps, a byte per pixel and colour.
+    needed, available = n_pi * batch_size * 64 * 64 * 3, available_memory(device)
     if needed > available:
         gigabytes = f"{needed / 1e9:.4f} GB of memory on {device}, and {available / 1e9:.4f} GB are available"
         fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
@@ -573,13 +577,15 @@ def main(args):
         buffer_length=100,
     )
     agent = Agent(envs.single_action_space.n, args.arch, bfloat16=bfloat16).to(device)
-    # Each optimizer holds all parameters; Adam passes over those that a loss gave no gradient.
+    # Adam's moments are kept apart: for the joint or policy steps, for steps of the value function alone
+    # (E_V ≠ E_π), and for the auxiliary phase. Parameters without a gradient are skipped.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     value_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
 
     # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
-    # reward for it; `values` and `starts` also cover the observation after the last step.
+    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards stay
+    # on the CPU, where they come from and are normalized.
     starts = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
     actions = torch.zeros(args.num_steps, args.num_envs, dtype=torch.long, device=device)
     logprobs = torch.zeros(args.num_steps, args.num_envs, device=device)
@@ -589,23 +595,24 @@ def main(args):
     # The buffer of the auxiliary phase: observations and value targets of all N_π iterations. Each
     # rollout writes its observations into its place there, as bytes: 6.4 GB at the defaults.
     aux_obs = [
-        torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device)
-        for _ in range(args.n_pi)
+        torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device) for _ in range(n_pi)
     ]
-    aux_value_targets = [torch.zeros(args.num_steps, args.num_envs, device=device) for _ in range(args.n_pi)]
+    aux_value_targets = [torch.zeros(args.num_steps, args.num_envs, device=device) for _ in range(n_pi)]
 
     reward_stats = initial_reward_stats(args.num_envs)
     next_obs, _ = envs.reset()
     next_starts = np.ones(args.num_envs, dtype=bool)
     iteration = global_step = 0
     rows = []  # of progress.csv
-    metrics, aux_old_logits, aux_means = {}, [], []
+    metrics = {}  # of the iteration under way
+    aux_old_logits = []  # π_old of each rollout in the buffer; empty outside an auxiliary phase
+    aux_means = []  # AUX_LOSSES of each finished epoch of an auxiliary phase
 
     if args.resume:
         run_path = Path(args.resume)
         try:
             # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
-            checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+            checkpoint = torch.load(run_path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
             assert checkpoint["format"] == CHECKPOINT_FORMAT
         except Exception as error:
             problem = str(error).split("\n")[0] or type(error).__name__
@@ -615,19 +622,21 @@ def main(args):
         value_optimizer.load_state_dict(checkpoint["value_optimizer"])
         aux_optimizer.load_state_dict(checkpoint["aux_optimizer"])
         for buffer, saved in ((aux_obs, checkpoint["aux_obs"]), (aux_value_targets, checkpoint["aux_value_targets"])):
-            buffer[: len(saved)] = saved
-        aux_old_logits, aux_means, metrics = (checkpoint[name] for name in ("aux_old_logits", "aux_means", "metrics"))
-        reward_stats = {name: value.cpu() for name, value in checkpoint["reward_stats"].items()}
+            for rollout, saved_rollout in zip(buffer, saved):
+                rollout.copy_(saved_rollout)
+        aux_old_logits = [logits.to(device) for logits in checkpoint["aux_old_logits"]]
+        aux_means, metrics = checkpoint["aux_means"], checkpoint["metrics"]
+        reward_stats = checkpoint["reward_stats"]
         envs.unwrapped.set_state(checkpoint["envs"])
-        next_obs, next_starts = checkpoint["next_obs"].cpu().numpy(), checkpoint["next_starts"].cpu().numpy()
-        envs.episode_returns = checkpoint["episode_returns"].cpu().numpy()
-        envs.episode_lengths = checkpoint["episode_lengths"].cpu().numpy()
+        next_obs, next_starts = checkpoint["next_obs"].numpy(), checkpoint["next_starts"].numpy()
+        envs.episode_returns = checkpoint["episode_returns"].numpy()
+        envs.episode_lengths = checkpoint["episode_lengths"].numpy()
         envs.return_queue.extend(checkpoint["return_queue"])
         envs.length_queue.extend(checkpoint["length_queue"])
         envs.episode_count = checkpoint["episode_count"]
-        torch.set_rng_state(checkpoint["rng"].cpu())
+        torch.set_rng_state(checkpoint["rng"])
         if device.type == "cuda" and "cuda_rng" in checkpoint:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu(), device)
+            torch.cuda.set_rng_state(checkpoint["cuda_rng"], device)
         iteration, global_step, rows = (checkpoint[name] for name in ("iteration", "global_step", "rows"))
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
@@ -651,7 +660,7 @@ def main(args):
     }
     with replacing(run_path / "config.json") as file:
         json.dump(config, file, indent=2)
-    writer = SummaryWriter(run_path, purge_step=global_step + 1)
+    writer = SummaryWriter(run_path, purge_step=rows[-1]["global_step"] + 1 if rows else 0)
     if args.track:
         import wandb
 
@@ -677,21 +686,21 @@ def main(args):
         bar_format="{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|",
         file=sys.stdout,
     )
-    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the next boundary, the
-    # second one stops at once.
+    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the end of the iteration or
+    # auxiliary epoch under way, the second one stops at once.
     stop_signals = []
 
     def request_stop(signum, frame):
         if stop_signals:
             os._exit(128 + signum)
         stop_signals.append(signum)
-        where = b"iteration or auxiliary epoch"
-        os.write(2, b"\nstopping after this " + where + b", with a checkpoint; again: at once, without\n")
+        os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
 
     handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     def save_checkpoint():
         """Write everything that the rest of the run depends on; returns whether that worked."""
+        filled = n_pi if aux_old_logits else iteration % n_pi  # rollouts in the buffer
         checkpoint = {
             "format": CHECKPOINT_FORMAT,
             "iteration": iteration,
@@ -701,8 +710,8 @@ def main(args):
             "optimizer": optimizer.state_dict(),
             "value_optimizer": value_optimizer.state_dict(),
             "aux_optimizer": aux_optimizer.state_dict(),
-            "aux_obs": aux_obs[: args.n_pi if aux_old_logits else iteration % args.n_pi],
-            "aux_value_targets": aux_value_targets[: args.n_pi if aux_old_logits else iteration % args.n_pi],
+            "aux_obs": aux_obs[:filled],
+            "aux_value_targets": aux_value_targets[:filled],
             "aux_old_logits": aux_old_logits,
             "aux_means": aux_means,
             "metrics": metrics,
@@ -732,13 +741,15 @@ def main(args):
     start_time, start_step = time.time(), global_step
 
     while iteration < num_iterations and not stopping:
-        if not aux_old_logits:  # that is always, but for a run resumed in the middle of an auxiliary phase
-            # Policy phase: N_π iterations of PPO, the auxiliary value head left alone.
-            phase_iteration = iteration % args.n_pi
+        # Policy phase: N_π iterations of PPO, the auxiliary value head left alone. (A run that resumes in
+        # the middle of an auxiliary phase goes straight there.)
+        resumes_in_auxiliary_phase = bool(aux_old_logits)
+        if not resumes_in_auxiliary_phase:
+            phase_iteration = iteration % n_pi
             obs = aux_obs[phase_iteration]
 
             # Rollout: num_steps steps in every environment with the current policy.
-            progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, rollout", refresh=False)
+            progress.set_description_str(f"policy phase {phase_iteration + 1}/{n_pi}, rollout", refresh=False)
             for t in range(args.num_steps):
                 obs[t] = torch.from_numpy(next_obs)
                 starts[t] = torch.from_numpy(next_starts)
@@ -756,16 +767,17 @@ def main(args):
             with torch.no_grad():
                 _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
 
-            # Advantages and value targets.
+            # Advantages, normalized once over the whole rollout, and value targets.
             normalized_rewards, reward_stats = normalize_rewards(rewards, starts[:-1].cpu(), reward_stats)
             advantages = gae(normalized_rewards.to(device), values, starts, args.gamma, args.gae_lambda)
             value_targets = advantages + values[:-1]
             aux_value_targets[phase_iteration].copy_(value_targets)
             advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
-            # Update, on random sets of whole segments. With E_π = E_V each step improves policy and value
-            # function; otherwise first the value function trains, then the policy, each with its own Adam.
-            progress.set_description_str(f"policy phase {phase_iteration + 1}/{args.n_pi}, update", refresh=False)
+            # Update, on minibatches of whole segments. With E_π = E_V each step improves policy and value
+            # function; otherwise first the value function trains, then the policy. Microbatches only save
+            # memory and time: their weighted gradients add up to those of the minibatch.
+            progress.set_description_str(f"policy phase {phase_iteration + 1}/{n_pi}, update", refresh=False)
             policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
             if args.e_pi == args.e_v:
                 epochs = [(True, True, optimizer)] * args.e_pi
@@ -791,7 +803,7 @@ def main(args):
                             entropy = policy.entropy().mean()
                             with torch.no_grad():
                                 approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                                clipfrac = ((log_ratio.exp() - 1).abs() > clip_limit).float().mean()
+                                clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
                                 policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
                             loss += policy_loss - args.ent_coef * entropy
 
@@ -805,7 +817,7 @@ def main(args):
                     optimizer_in_use.step()
                     progress.update(0)
 
-            # The last 100 episodes, and the losses as means over the whole update.
+            # Losses are means over the whole update: the last minibatch alone would be a biased sample.
             policy_means = policy_sums / (args.e_pi * args.num_minibatches)
             policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
             value_loss = value_sum.item() / (args.e_v * args.num_minibatches)
@@ -820,11 +832,15 @@ def main(args):
                 "losses/approx_kl": approx_kl,
                 "losses/clipfrac": clipfrac,
                 "losses/explained_variance": explained_variance.item(),
+                **{f"auxiliary/{name}_{epoch}": math.nan for epoch in ("first", "last") for name in AUX_LOSSES},
+                "auxiliary/aux_epochs": 0,
             }
 
-        # Auxiliary phase: distil the phase's value targets into the policy's encoder.
-        if (iteration + 1) % args.n_pi == 0 and args.e_aux > 0:
-            # π_old(·|s) for every state of the buffer: the policy as the policy phase left it.
+        # Auxiliary phase, after N_π iterations (fewer at the end of training get none): the policy's
+        # encoder learns to predict the value targets of all their rollouts.
+        if (iteration + 1) % n_pi == 0 and args.e_aux > 0:
+            # π_old(·|s) of all states, the policy as the policy phase left it: the first step below
+            # already moves π, and the KL has to hold it to where it was.
             if not aux_old_logits:
                 progress.set_description_str("auxiliary phase, π_old", refresh=False)
                 with torch.no_grad():
@@ -838,8 +854,8 @@ def main(args):
             while not phase_over and not stopping:
                 progress.set_description_str(f"auxiliary phase {len(aux_means) + 1}/{args.e_aux}", refresh=False)
                 aux_sums = torch.zeros(3, device=device)
-                for segments in torch.randperm(args.n_pi * args.num_envs).split(args.aux_minibatch_segments):
-                    # A segment is what one environment did in one iteration of the phase.
+                for segments in torch.randperm(n_pi * args.num_envs).split(args.aux_minibatch_segments):
+                    # A segment's number says which rollout it is of, and which environment.
                     pairs = [divmod(segment, args.num_envs) for segment in segments.tolist()]
                     minibatch = (
                         torch.cat([buffer[i][:, env] for i, env in pairs])
@@ -849,6 +865,8 @@ def main(args):
 
                     aux_optimizer.zero_grad()
                     for mb_obs, mb_value_targets, mb_old_logits in microbatches:
+                        # L_joint trains the policy's encoder with both its heads; the value loss trains the
+                        # value head and its encoder.
                         logits, aux_values, new_values = agent.auxiliary(mb_obs)
                         joint_loss, aux_value_loss, kl = auxiliary_objective(
                             aux_values, mb_value_targets, logits, mb_old_logits, args.beta_clone
@@ -858,29 +876,27 @@ def main(args):
                         weight = len(mb_obs) / (len(segments) * args.num_steps)
                         ((joint_loss + value_loss) * weight).backward()
                         aux_sums += len(mb_obs) * torch.stack([aux_value_loss, kl, value_loss]).detach()
-                    losses = dict(zip(("aux_value_loss", "aux_kl", "aux_true_value_loss"), aux_sums))
-                    stop_unless_finite(agent, iteration + 1, losses)
+                    stop_unless_finite(agent, iteration + 1, dict(zip(AUX_LOSSES, aux_sums)))
                     aux_optimizer.step()
                     progress.update(0)
 
-                aux_means.append((aux_sums / (args.n_pi * batch_size)).tolist())
-                phase_over = len(aux_means) == args.e_aux or aux_means[-1][1] > kl_limit
-                stopping = bool(stop_signals)
+                aux_means.append((aux_sums / (n_pi * batch_size)).tolist())
+                epoch_kl = aux_means[-1][AUX_LOSSES.index("aux_kl")]
+                too_far = args.aux_kl_limit is not None and epoch_kl > args.aux_kl_limit
+                phase_over, stopping = len(aux_means) == args.e_aux or too_far, bool(stop_signals)
+
+            # Stopped on the way: the epochs so far go into the checkpoint, the iteration's row waits for the rest.
             if not phase_over:
                 saved = save_checkpoint()
                 break
 
-        # The auxiliary phase's losses over its first and its last epoch; nan where there was none.
-        for epoch, means in (("first", aux_means[:1]), ("last", aux_means[-1:])):
-            aux_value_loss, kl, value_loss = means[0] if means else (math.nan, math.nan, math.nan)
-            metrics[f"auxiliary/aux_value_loss_{epoch}"] = aux_value_loss
-            metrics[f"auxiliary/aux_kl_{epoch}"] = kl
-            metrics[f"auxiliary/aux_true_value_loss_{epoch}"] = value_loss
-        metrics["auxiliary/aux_epochs"] = len(aux_means)
-        # Empty the buffer: the next phase writes over it.
-        aux_old_logits, aux_means = [], []
+            for epoch, means in (("first", aux_means[0]), ("last", aux_means[-1])):
+                metrics |= {f"auxiliary/{name}_{epoch}": mean for name, mean in zip(AUX_LOSSES, means)}
+            metrics["auxiliary/aux_epochs"] = len(aux_means)
+            # The buffer is empty again: the next phase's rollouts take the place of this one's.
+            aux_old_logits, aux_means = [], []
 
-        # Log.
+        # Log, each row with all rows before it: a disk that was full for a while costs none.
         iteration += 1
         metrics["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
         rows.append({"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()})

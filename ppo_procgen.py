@@ -79,7 +79,7 @@ class Args:
     num_envs: int = 64
     """environments that step side by side"""
     num_steps: int = 256
-    """steps per environment and rollout, the length of a segment"""
+    """steps per environment in a rollout; what one environment does in one rollout is a segment"""
     num_minibatches: int = 8
     """minibatches per epoch; each is num_envs / num_minibatches whole segments"""
     learning_rate: float = 5e-4
@@ -222,8 +222,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        # Two convolutions multiply their gains: each has the root of the block's 1/√3/√2, the gain
-        # that keeps the sum over 3 stacks × 2 blocks from growing.
+        # 3 stacks of 2 blocks each add to the features: a block's gain is 1/√3/√2, so that the sum
+        # does not grow. The block's two convolutions multiply theirs: each has the root of it.
         norm = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
         self.conv1 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
         self.conv2 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
@@ -282,7 +282,7 @@ class Agent(nn.Module):
 
 
 def initial_reward_stats(num_envs):
-    """What `normalize_rewards` carries from rollout to rollout, before the first one."""
+    """What `normalize_rewards` carries from rollout to rollout, before the first: a weak guess of variance 1."""
     return {
         "returns": torch.zeros(num_envs, dtype=torch.float64),
         "mean": torch.tensor(0.0, dtype=torch.float64),
@@ -294,9 +294,9 @@ def initial_reward_stats(num_envs):
 def normalize_rewards(rewards, starts, stats, discount=0.99, clip=10.0):
     """Divide rewards by the running standard deviation of a discounted return.
 
-    The return runs forward in time, G_t = r_t + discount · (1 − start_t) · G_{t−1}, over rollouts
-    and with a discount of its own, not γ. The whole rollout enters the statistics before any of
-    its rewards is divided. Rewards are not centred: that would change what the agent wants.
+    The return runs forward in time, G_t = r_t + discount · (1 − start_t) · G_{t−1}, and on from one
+    rollout to the next; its discount is not γ. The whole rollout enters the statistics before any
+    of its rewards is divided. Rewards are not centred: that would change what the agent wants.
 
     Args:
         rewards: [num_steps, num_envs], what the environment paid for the action at step t
@@ -487,9 +487,8 @@ def main(args):
     minibatch_size = batch_size // args.num_minibatches
     microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
     num_iterations = math.ceil(args.total_timesteps / batch_size)
-    clip_limit = args.clip_coef or math.inf
 
-    # Observations take nearly all of it, a byte per pixel and colour.
+    # Nearly all memory goes to the observations that the rollout keeps, a byte per pixel and colour.
     needed, available = batch_size * 64 * 64 * 3, available_memory(device)
     if needed > available:
         gigabytes = f"{needed / 1e9:.4f} GB of memory on {device}, and {available / 1e9:.4f} GB are available"
@@ -507,7 +506,8 @@ def main(args):
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
     # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
-    # reward for it; `values` and `starts` also cover the observation after the last step.
+    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards stay
+    # on the CPU, where they come from and are normalized.
     obs = torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device)
     starts = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
     actions = torch.zeros(args.num_steps, args.num_envs, dtype=torch.long, device=device)
@@ -525,24 +525,24 @@ def main(args):
         run_path = Path(args.resume)
         try:
             # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
-            checkpoint = torch.load(run_path / "checkpoint.pt", map_location=device, weights_only=True)
+            checkpoint = torch.load(run_path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
             assert checkpoint["format"] == CHECKPOINT_FORMAT
         except Exception as error:
             problem = str(error).split("\n")[0] or type(error).__name__
             fail(f"--resume {run_path}: expected a checkpoint.pt in format '{CHECKPOINT_FORMAT}' there ({problem})")
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        reward_stats = {name: value.cpu() for name, value in checkpoint["reward_stats"].items()}
+        reward_stats = checkpoint["reward_stats"]
         envs.unwrapped.set_state(checkpoint["envs"])
-        next_obs, next_starts = checkpoint["next_obs"].cpu().numpy(), checkpoint["next_starts"].cpu().numpy()
-        envs.episode_returns = checkpoint["episode_returns"].cpu().numpy()
-        envs.episode_lengths = checkpoint["episode_lengths"].cpu().numpy()
+        next_obs, next_starts = checkpoint["next_obs"].numpy(), checkpoint["next_starts"].numpy()
+        envs.episode_returns = checkpoint["episode_returns"].numpy()
+        envs.episode_lengths = checkpoint["episode_lengths"].numpy()
         envs.return_queue.extend(checkpoint["return_queue"])
         envs.length_queue.extend(checkpoint["length_queue"])
         envs.episode_count = checkpoint["episode_count"]
-        torch.set_rng_state(checkpoint["rng"].cpu())
+        torch.set_rng_state(checkpoint["rng"])
         if device.type == "cuda" and "cuda_rng" in checkpoint:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu(), device)
+            torch.cuda.set_rng_state(checkpoint["cuda_rng"], device)
         iteration, global_step, rows = (checkpoint[name] for name in ("iteration", "global_step", "rows"))
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
@@ -566,7 +566,7 @@ def main(args):
     }
     with replacing(run_path / "config.json") as file:
         json.dump(config, file, indent=2)
-    writer = SummaryWriter(run_path, purge_step=global_step + 1)
+    writer = SummaryWriter(run_path, purge_step=rows[-1]["global_step"] + 1 if rows else 0)
     if args.track:
         import wandb
 
@@ -592,16 +592,15 @@ def main(args):
         bar_format="{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|",
         file=sys.stdout,
     )
-    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the next boundary, the
-    # second one stops at once.
+    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the end of the iteration
+    # under way, the second one stops at once.
     stop_signals = []
 
     def request_stop(signum, frame):
         if stop_signals:
             os._exit(128 + signum)
         stop_signals.append(signum)
-        where = b"iteration"
-        os.write(2, b"\nstopping after this " + where + b", with a checkpoint; again: at once, without\n")
+        os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
 
     handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
 
@@ -659,13 +658,14 @@ def main(args):
         with torch.no_grad():
             _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
 
-        # Advantages and value targets.
+        # Advantages, normalized once over the whole rollout, and value targets.
         normalized_rewards, reward_stats = normalize_rewards(rewards, starts[:-1].cpu(), reward_stats)
         advantages = gae(normalized_rewards.to(device), values, starts, args.gamma, args.gae_lambda)
         value_targets = advantages + values[:-1]
         advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
-        # Update: policy and value function learn together, on random sets of whole segments.
+        # Update: policy and value function learn together, on minibatches of whole segments. Microbatches
+        # only save memory and time: their weighted gradients add up to those of the minibatch.
         progress.set_description_str("update", refresh=False)
         policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
         for epoch in range(args.update_epochs):
@@ -684,7 +684,7 @@ def main(args):
                     entropy = policy.entropy().mean()
                     with torch.no_grad():
                         approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                        clipfrac = ((log_ratio.exp() - 1).abs() > clip_limit).float().mean()
+                        clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
                         policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
 
                     value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
@@ -696,7 +696,7 @@ def main(args):
                 optimizer.step()
                 progress.update(0)
 
-        # The last 100 episodes, and the losses as means over the whole update.
+        # Losses are means over the whole update: the last minibatch alone would be a biased sample.
         policy_means = policy_sums / (args.update_epochs * args.num_minibatches)
         policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
         value_loss = value_sum.item() / (args.update_epochs * args.num_minibatches)
@@ -713,7 +713,7 @@ def main(args):
             "losses/explained_variance": explained_variance.item(),
         }
 
-        # Log.
+        # Log, each row with all rows before it: a disk that was full for a while costs none.
         iteration += 1
         metrics["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
         rows.append({"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()})

@@ -48,7 +48,6 @@ def forkserver():
 @pytest.fixture(autouse=True)
 def small_agent_in_an_empty_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
     for script in SCRIPTS:
         monkeypatch.setattr(script, "Agent", small_agent(script))
 
