@@ -565,7 +565,7 @@ def main(args):
     # Nearly all memory goes to the observations that the buffer keeps, a byte per pixel and colour.
     needed, available = n_pi * batch_size * 64 * 64 * 3, available_memory(device)
     if needed > available:
-        gigabytes = f"{needed / 1e9:.4f} GB of memory on {device}, and {available / 1e9:.4f} GB are available"
+        gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
         fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
 
     torch.manual_seed(args.seed)
