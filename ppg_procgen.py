@@ -47,6 +47,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -112,7 +113,7 @@ class Args:
     aux_learning_rate: float = 5e-4
     """Adam's step size in the auxiliary phase"""
     aux_kl_limit: float | None = None
-    """end an auxiliary phase early once an epoch's mean KL passes this (try 0.02; default: never)"""
+    """end an auxiliary phase early once an epoch's mean KL passes this (try 0.02; None: never)"""
     arch: Literal["dual", "shared", "detach"] = "dual"
     """dual: an encoder each for policy and value function; shared: one for both; detach: one for
     both, which the value function's gradient reaches in the auxiliary phase only"""
@@ -129,22 +130,22 @@ class Args:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """arithmetic of the encoder; auto is bfloat16 where the hardware has it; on a GPU, float32 is TF32"""
     microbatch_size: int | None = None
-    """samples per forward and backward pass; gradients add up to those of the whole minibatch
-    (default: 64 on a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
+    """samples per forward and backward pass; gradients add up to those of the whole minibatch (None: 64 on
+    a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
     run_dir: str = "runs"
     """directory that holds the runs"""
     run_name: str | None = None
-    """directory of this run inside run_dir (default: <env_id>__<script>__<seed>__<time>)"""
+    """directory of this run inside run_dir (None: <env_id>__<script>__<seed>__<time>)"""
     resume: str | None = None
     """directory of a run to go on with, from its last checkpoint and with its arguments"""
     checkpoint_interval: int | None = None
-    """iterations between checkpoints (default: n_pi, after each auxiliary phase, when the buffer is empty)"""
+    """iterations between checkpoints (None: n_pi, after each auxiliary phase, when the buffer is empty)"""
     track: bool = False
     """mirror the metrics to Weights & Biases (WANDB_MODE=offline works)"""
     wandb_project_name: str = "ppg-procgen"
     """the Weights & Biases project"""
     wandb_entity: str | None = None
-    """the Weights & Biases team (default: your own)"""
+    """the Weights & Biases team (None: your own)"""
 
 
 # fmt: off
@@ -455,10 +456,19 @@ def available_memory(device):
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no control groups (version 2), or no limit ("max")
-        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("::")[-1].strip())
-        limit, in_use = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        available = min(available, limit - in_use)
+    for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # control groups, version 2
+            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):  # version 1
+            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = Path(root + path)
+        for level in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file here, or no limit ("max")
+                limit, in_use = (int((level / name).read_text()) for name in names)
+                available = min(available, limit - in_use)
     return available
 
 
@@ -536,8 +546,10 @@ def check_args(args):
     for name, (low, high) in LIMITS.items():
         value = getattr(args, name)
         if value is not None and not (low <= value <= high and math.isfinite(value)):
-            accepted = f"{low} or more" if high == math.inf else f"{low} to {high}"
+            accepted = f"a finite number, {low} or more" if high == math.inf else f"{low} to {high}"
             fail(f"--{name.replace('_', '-')} {value}: expected {accepted}")
+    if args.run_name is not None and not re.fullmatch(r"\w[\w .+=-]*", args.run_name):
+        fail(f"--run-name {args.run_name!r}: expected a name, of letters, digits, spaces and _ . + = -")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs}: expected a multiple of --num-minibatches {args.num_minibatches}")
     if args.total_timesteps < args.num_envs * args.num_steps:
@@ -545,7 +557,7 @@ def check_args(args):
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
     try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device)
+        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
 
@@ -569,6 +581,7 @@ def main(args):
         fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
 
     torch.manual_seed(args.seed)
+    torch.distributions.Distribution.set_default_validate_args(False)  # `stop_unless_finite` says more
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
@@ -649,26 +662,31 @@ def main(args):
             fail(f"--run-dir {args.run_dir}: expected a directory that can be written to ({error.strerror})")
 
     git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    versions = {dist.name: dist.version for dist in importlib.metadata.distributions()}
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "gymnasium", "numpy", "procgen", "procgen-mirror"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     config = {
         "script": Path(__file__).name,
-        "args": dataclasses.asdict(args),
+        "args": dataclasses.asdict(args) | {"resume": None},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "precision": "bfloat16" if bfloat16 else "float32",
         "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
-        "versions": {"python": platform.python_version()} | versions,
+        "versions": versions,
     }
-    with replacing(run_path / "config.json") as file:
-        json.dump(config, file, indent=2)
-    writer = SummaryWriter(run_path, purge_step=rows[-1]["global_step"] + 1 if rows else 0)
+    try:
+        with replacing(run_path / "config.json") as file:
+            json.dump(config, file, indent=2)
+    except OSError as error:
+        fail(f"{run_path}: expected a directory that can be written to ({error.strerror})")
+    writer = None  # of TensorBoard, from the first row on
     if args.track:
         import wandb
 
         wandb.init(
             project=args.wandb_project_name,
             entity=args.wandb_entity,
-            id=run_path.name,
-            resume="allow",
+            name=run_path.name,
             config=config["args"],
         )
 
@@ -755,6 +773,8 @@ def main(args):
                 starts[t] = torch.from_numpy(next_starts)
                 with torch.no_grad():
                     logits, values[t] = agent(obs[t])
+                if not logits.isfinite().all():
+                    sys.exit(f"iteration {iteration + 1}: the policy's logits are not finite; stopped in the rollout")
                 policy = Categorical(logits=logits)
                 actions[t] = policy.sample()
                 logprobs[t] = policy.log_prob(actions[t])
@@ -906,12 +926,12 @@ def main(args):
                 csv_writer = csv.DictWriter(file, rows[0])
                 csv_writer.writeheader()
                 csv_writer.writerows(rows)
-            writer = writer or SummaryWriter(run_path)
+            writer = writer or SummaryWriter(run_path, purge_step=global_step)
             for name, value in metrics.items():
                 writer.add_scalar(name, value, global_step)
         except OSError as error:
             progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
-            writer = None  # TensorBoard's thread ends with its first error
+            writer = None  # its thread ends with its first error
         if args.track:
             wandb.log(metrics, step=global_step)
 
@@ -930,8 +950,10 @@ def main(args):
         signal.signal(signum, handler)
     if stopping:
         command = shlex.join(["python", os.path.relpath(__file__), "--resume", str(run_path)])
-        print(f"stopped after {global_step} steps; to go on: {command}", flush=True)
+        where = "" if saved else " from the checkpoint before, if there is one"
+        print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
         sys.exit(128 + stop_signals[0])
+    print(f"{run_path} has {global_step} steps", flush=True)
     if not saved:
         sys.exit(1)
     return run_path

@@ -306,6 +306,9 @@ def test_a_number_out_of_range_is_refused(refuse, script, name, value):
         (dict(total_timesteps=63), ["--total-timesteps 63:", "64"]),
         (dict(device="cuda:99"), ["--device cuda:99:"]),
         (dict(device="toaster"), ["--device toaster:"]),
+        (dict(device="meta"), ["--device meta:"]),
+        (dict(run_name=""), ["--run-name ''"]),
+        (dict(run_name="../elsewhere"), ["--run-name '../elsewhere'"]),
         (dict(run_dir="/proc/no/such"), ["--run-dir /proc/no/such:"]),
     ],
 )

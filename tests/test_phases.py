@@ -152,13 +152,13 @@ def keys(observations):
 
 
 def test_each_value_reward_and_start_stands_at_its_own_step(train):
-    log = train()
+    log = train(seed=2, total_timesteps=7 * ROLLOUT, n_pi=7, e_aux=0)
     steps = log.of("environment")[1:]
     rewards, terminations = (
-        np.stack([getattr(step, name) for step in steps]).reshape(N_PI, NUM_STEPS, NUM_ENVS)
+        np.stack([getattr(step, name) for step in steps]).reshape(7, NUM_STEPS, NUM_ENVS)
         for name in ("rewards", "terminations")
     )
-    assert rewards.any() and terminations.any()
+    assert rewards.any() and terminations[:-1, -1].any()  # with this seed, episodes end in a rollout's last step too
 
     acted = [event for event in log.of("forward") if not event.training and event.values is not None]
     for i, gae in enumerate(log.of("gae")):

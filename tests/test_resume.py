@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -27,9 +28,9 @@ import ppo_procgen
 SCRIPTS = [ppo_procgen, ppg_procgen]
 both_scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 
-SIZES = dict(num_envs=2, num_steps=16, num_minibatches=2, checkpoint_interval=1, device="cpu", precision="float32")
+SIZES = dict(num_envs=2, num_steps=8, num_minibatches=2, checkpoint_interval=1, device="cpu", precision="float32")
 PPG_SIZES = dict(n_pi=3, e_aux=3, aux_minibatch_segments=4)
-ROLLOUT = 2 * 16  # steps
+ROLLOUT = 2 * 8  # steps
 
 # Processes fork from one that has imported torch and loaded Procgen's images: each starts in a moment.
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -107,7 +108,7 @@ def assert_same_end(run_path, other_path):
 
 @both_scripts
 def test_twenty_kills_at_random_moments_change_nothing(script):
-    steps = ROLLOUT * 75
+    steps = ROLLOUT * 45
     began = time.time()
     assert exit_code(start(script, run_name="whole", total_timesteps=steps)) == 0
     duration = time.time() - began
@@ -177,10 +178,10 @@ def test_a_kill_at_the_worst_moment_changes_nothing(prepare):
 
 @pytest.mark.parametrize("env_id", ENV_NAMES)
 def test_every_game_goes_on_in_a_fresh_process_with_one_environment(env_id):
-    options = dict(env_id=env_id, num_envs=1, num_minibatches=1, num_steps=64, n_pi=2, e_aux=1)
-    whole = start(ppg_procgen, run_name="whole", total_timesteps=64 * 6, **options)
-    assert exit_code(start(ppg_procgen, run_name="halted", total_timesteps=64 * 3, **options)) == 0
-    assert exit_code(start(ppg_procgen, resume="runs/halted", total_timesteps=64 * 6)) == 0
+    options = dict(env_id=env_id, num_envs=1, num_minibatches=1, num_steps=32, n_pi=2, e_aux=1)
+    whole = start(ppg_procgen, run_name="whole", total_timesteps=32 * 6, **options)
+    assert exit_code(start(ppg_procgen, run_name="halted", total_timesteps=32 * 3, **options)) == 0
+    assert exit_code(start(ppg_procgen, resume="runs/halted", total_timesteps=32 * 6)) == 0
     assert exit_code(whole) == 0
     assert_same_end("runs/halted", "runs/whole")
 
@@ -270,24 +271,34 @@ def test_a_second_signal_stops_at_once_and_leaves_the_last_checkpoint_whole(scri
     assert load("runs/run")["iteration"] == 2 and len(rows("runs/run")) == 2
 
 
+def tell_when_listening(script):
+    register = signal.signal
+
+    def register_and_tell(signum, handler):
+        previous = register(signum, handler)
+        if signum == signal.SIGTERM and handler != signal.SIG_DFL:
+            Path("listening").touch()
+        return previous
+
+    signal.signal = register_and_tell
+
+
 def test_twenty_signals_at_random_moments_change_nothing():
-    steps = ROLLOUT * 75
+    options = dict(total_timesteps=ROLLOUT * 45, checkpoint_interval=100)
     began = time.time()
-    assert exit_code(start(ppg_procgen, run_name="whole", total_timesteps=steps, checkpoint_interval=100)) == 0
+    assert exit_code(start(ppg_procgen, run_name="whole", **options)) == 0
     duration = time.time() - began
 
     moments = random.Random(2)
-    stops, process = 0, start(ppg_procgen, run_name="run", total_timesteps=steps, checkpoint_interval=100)
-    while not Path("runs/run/progress.csv").exists():
-        time.sleep(0.001)
-    while stops < 20:
-        process.terminate()
-        code = exit_code(process)
-        if code != -signal.SIGTERM:  # that one came before the run was listening
-            assert code == 128 + signal.SIGTERM
-            stops += 1
-        process = start(ppg_procgen, resume="runs/run")
+    process = start(ppg_procgen, tell_when_listening, run_name="run", **options)
+    for _ in range(20):
+        while not Path("listening").exists():
+            time.sleep(0.001)
         time.sleep(moments.uniform(0, duration / 20))
+        Path("listening").unlink()
+        process.terminate()
+        assert exit_code(process) == 128 + signal.SIGTERM
+        process = start(ppg_procgen, tell_when_listening, resume="runs/run")
     assert exit_code(process) == 0
     assert_same_end("runs/run", "runs/whole")
 
@@ -428,6 +439,14 @@ def test_what_is_not_finite_stops_the_run_before_the_optimizer_steps_on_it(monke
     assert_same_end("runs/run", "runs/whole")
 
 
+@pytest.mark.parametrize("update_epochs, where", [(1, "the policy's logits"), (2, "policy_loss")])
+def test_weights_that_blew_up_end_in_one_line_wherever_they_are_met_first(update_epochs, where):
+    options = dict(num_minibatches=1, update_epochs=update_epochs, learning_rate=1e30)
+    with pytest.raises(SystemExit) as stop:
+        train(ppo_procgen, total_timesteps=ROLLOUT * 3, **options)
+    assert where in stop.value.code and "not finite" in stop.value.code
+
+
 def test_an_auxiliary_loss_that_is_not_finite_is_named(monkeypatch):
     spoil(monkeypatch, ppg_procgen, "auxiliary_objective", 2, lambda losses: (losses[0] * math.nan, *losses[1:]))
     with pytest.raises(SystemExit, match="iteration 3: the gradient of aux_value_loss"):
@@ -440,10 +459,10 @@ def test_an_auxiliary_loss_that_is_not_finite_is_named(monkeypatch):
 
 @both_scripts
 def test_too_little_memory_is_told_before_anything_is_written(monkeypatch, capsys, script):
-    monkeypatch.setattr(script, "available_memory", lambda device: 200_000)
+    monkeypatch.setattr(script, "available_memory", lambda device: 100_000)
     complaint = refused(capsys, script, total_timesteps=ROLLOUT * 3)
     needed = ROLLOUT * 64 * 64 * 3 * (3 if script is ppg_procgen else 1)
-    assert f"{needed / 1e9:.3g} GB" in complaint and "0.0002 GB" in complaint and "--num-envs" in complaint
+    assert f"{needed / 1e9:.3g} GB" in complaint and "0.0001 GB" in complaint and "--num-envs" in complaint
     assert not Path("runs").exists()
 
 
@@ -454,11 +473,28 @@ def test_the_auxiliary_buffer_at_the_defaults_needs_6_4_gigabytes(monkeypatch, c
     assert "6.44 GB" in capsys.readouterr().err
 
 
-def test_a_containers_limit_counts(monkeypatch, tmp_path):
-    files = {"/proc/self/cgroup": "0::/job\n"}
-    files |= {"/sys/fs/cgroup/job/memory.max": "1000000\n", "/sys/fs/cgroup/job/memory.current": "400000\n"}
-    read_text = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: files.get(str(path)) or read_text(path))
-    assert ppg_procgen.available_memory(torch.device("cpu")) == 600_000
-    files["/sys/fs/cgroup/job/memory.max"] = "max\n"
-    assert ppg_procgen.available_memory(torch.device("cpu")) > 100_000_000
+VERSION_2 = {
+    "/proc/self/cgroup": "0::/job/step\n",
+    "/sys/fs/cgroup/job/step/memory.max": "max\n",
+    "/sys/fs/cgroup/job/step/memory.current": "300000\n",
+    "/sys/fs/cgroup/job/memory.max": "1000000\n",
+    "/sys/fs/cgroup/job/memory.current": "400000\n",
+}
+VERSION_1 = {
+    "/proc/self/cgroup": "9:cpu:/\n5:hugetlb,memory:/job\n",
+    "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000000\n",
+    "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "400000\n",
+}
+NO_LIMIT = {"/proc/self/cgroup": "0::/job\n", "/sys/fs/cgroup/job/memory.max": "max\n"}
+
+
+@pytest.mark.parametrize("files, container", [(VERSION_2, 600_000), (VERSION_1, 600_000), (NO_LIMIT, math.inf)])
+def test_a_containers_limit_counts(monkeypatch, files, container):
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(ppg_procgen.psutil, "virtual_memory", lambda: SimpleNamespace(available=5_000_000))
+    assert ppg_procgen.available_memory(torch.device("cpu")) == min(container, 5_000_000)
