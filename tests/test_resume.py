@@ -223,6 +223,7 @@ MOMENTS = [("gae", 5, 5, 0), ("gae", 3, 2, 0), ("auxiliary_objective", 1, 2, 1),
 @pytest.mark.parametrize("function, call, iterations, aux_epochs", MOMENTS)
 def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, signum, function, call, iterations, aux_epochs):
     train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    handler = signal.getsignal(signum)
     with monkeypatch.context() as patch:
         signal_at(patch, ppg_procgen, function, call, signum)
         with pytest.raises(SystemExit) as stop:
@@ -230,7 +231,7 @@ def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, signum, functio
     assert stop.value.code == 128 + signum
     checkpoint = load("runs/stopped")
     assert (checkpoint["iteration"], len(checkpoint["aux_means"])) == (iterations, aux_epochs)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are put back"
+    assert signal.getsignal(signum) is handler, "the handlers are put back"
 
     # The command it prints is the one that goes on.
     command = shlex.split(capfd.readouterr().out.split("to go on: ")[1])
