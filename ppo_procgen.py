@@ -539,7 +539,8 @@ def main(args):
         try:
             # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
             checkpoint = torch.load(run_path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-            assert checkpoint["format"] == CHECKPOINT_FORMAT
+            if checkpoint["format"] != CHECKPOINT_FORMAT:
+                raise ValueError(f"that one is in format '{checkpoint['format']}'")
         except Exception as error:
             problem = str(error).split("\n")[0] or type(error).__name__
             fail(f"--resume {run_path}: expected a checkpoint.pt in format '{CHECKPOINT_FORMAT}' there ({problem})")
@@ -567,7 +568,10 @@ def main(args):
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: expected a directory that can be written to ({error.strerror})")
 
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    commit = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     versions = {"python": platform.python_version()}
     for package in ("torch", "gymnasium", "numpy", "procgen", "procgen-mirror"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -577,7 +581,7 @@ def main(args):
         "args": dataclasses.asdict(args) | {"resume": None},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "precision": "bfloat16" if bfloat16 else "float32",
-        "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
+        "git_commit": commit,
         "versions": versions,
     }
     try:

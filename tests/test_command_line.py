@@ -211,6 +211,13 @@ def test_a_terminal_shows_one_live_line_with_phase_steps_speed_return_and_time_l
         assert re.search(r"return (nan|-?\d+\.\d\d)", line), "return"
 
 
+@both_scripts
+def test_a_machine_without_git_trains_all_the_same(train, monkeypatch, script):
+    monkeypatch.setenv("PATH", "")
+    run_path = train(script, **small_run(script, total_timesteps=64))
+    assert json.loads((run_path / "config.json").read_text())["git_commit"] is None
+
+
 # What the flags mean
 
 
