@@ -1,0 +1,484 @@
+"""Learning curves and scores of seeded runs, with honest uncertainty.
+
+    python benchmark/plot.py runs/benchmark --out figures
+    python benchmark/plot.py runs/benchmark --curves published.csv --mode easy --format pdf
+
+Reads config.json and progress.csv of every run below the given directories, and nothing else. Writes a panel for
+each game (`curves`), the mean normalized score (`mean_normalized_score`), `scores.csv` and `scores.md`.
+
+Runs of one script with different arguments are different algorithms here: each has a label of its own that
+names what sets it apart. Nothing is smoothed beyond the mean of the last 100 episodes that progress.csv has.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only, no window
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from common import fail
+from matplotlib.ticker import EngFormatter
+from scipy import stats
+
+
+@dataclass
+class Args:
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """directories that hold runs, at any depth"""
+    curves: tuple[Path, ...] = ()
+    """CSV files with curves from elsewhere: columns algo, env_id, seed, global_step, episodic_return"""
+    mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
+    """distribution mode of those curves"""
+    max_steps: int | None = None
+    """leave out everything after this many environment steps"""
+    out: Path = Path("figures")
+    """directory to write to"""
+    format: Literal["png", "svg", "pdf"] = "png"
+    """of the figures"""
+    resamples: int = 2000
+    """bootstrap resamples behind each interval"""
+    seed: int = 0
+    """of the bootstrap"""
+
+
+# (R_min, R_max) of each game; normalized score = (R − R_min) / (R_max − R_min), where R_min is the return without
+# vision and R_max the best possible or attained. Source: Cobbe et al. 2019, arXiv 1912.01588, appendix C. (The authors'
+# plotting code has 1 to 10 for jumper and 1.5 to 10 for leaper in easy mode.)
+# fmt: off
+SCORE_RANGES = {
+    "easy": {
+        "bigfish": (1, 40), "bossfight": (0.5, 13), "caveflyer": (3.5, 12), "chaser": (0.5, 13), "climber": (2, 12.6),
+        "coinrun": (5, 10), "dodgeball": (1.5, 19), "fruitbot": (-1.5, 32.4), "heist": (3.5, 10), "jumper": (3, 10),
+        "leaper": (3, 10), "maze": (5, 10), "miner": (1.5, 13), "ninja": (3.5, 10), "plunder": (4.5, 30),
+        "starpilot": (2.5, 64),
+    },
+    "hard": {
+        "bigfish": (0, 40), "bossfight": (0.5, 13), "caveflyer": (2, 13.4), "chaser": (0.5, 14.2), "climber": (1, 12.6),
+        "coinrun": (5, 10), "dodgeball": (1.5, 19), "fruitbot": (-0.5, 27.2), "heist": (2, 10), "jumper": (1, 10),
+        "leaper": (1.5, 10), "maze": (4, 10), "miner": (1.5, 20), "ninja": (2, 10), "plunder": (3, 30),
+        "starpilot": (1.5, 35),
+    },
+}
+# Published mean normalized scores on all 16 games, hard, after 100M steps: Cobbe et al. 2020, arXiv 2009.04416.
+PUBLISHED_HARD_100M = {"PPG": 0.757, "PPO": 0.576}
+# Okabe and Ito's colours, which colour-blind readers tell apart; neighbours differ in greyscale, all in their dashes.
+STYLES = [("#0072B2", "-"), ("#E69F00", "--"), ("#000000", ":"), ("#CC79A7", "-."), ("#009E73", (0, (5, 1, 1, 1))),
+          ("#D55E00", (0, (1, 1))), ("#56B4E9", (0, (8, 2)))]
+# Arguments that say where, when or how fast a run ran, but not what it learned.
+BOOKKEEPING = ("env_id", "seed", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
+               "wandb_project_name", "wandb_entity", "total_timesteps", "microbatch_size")
+# fmt: on
+WINDOW = 100  # episodes in the mean of progress.csv
+FINAL_SHARE = 0.05  # of the steps, over which the final score is the mean
+
+
+def read_runs(directories):
+    """All runs below the directories: a table with a row per row of progress.csv, the distribution mode, and notes.
+
+    Columns: algo, env_id, seed, global_step, episodic_return. Rows before the 100th episode are left out: their mean
+    favours short episodes.
+    """
+    configs, progress, notes = [], [], []
+    for directory in directories:
+        if not directory.is_dir():
+            fail(f"{directory}: expected a directory with runs")
+        paths = sorted(path.parent for path in directory.rglob("config.json"))
+        paths = [path for path in paths if (path / "progress.csv").exists() and ".incomplete-" not in path.name]
+        if not paths:
+            fail(f"{directory}: expected runs below it, directories with a config.json and a progress.csv")
+        for path in paths:
+            try:
+                configs.append(json.loads((path / "config.json").read_text()) | {"path": path})
+                progress.append(pd.read_csv(path / "progress.csv"))
+            except ValueError as error:
+                fail(f"{path}: expected the config.json and progress.csv of a run ({error})")
+
+    modes = sorted({config["args"]["distribution_mode"] for config in configs})
+    if len(modes) > 1:
+        fail(
+            f"{' '.join(map(str, directories))}: expected runs of one distribution mode, these have {', '.join(modes)}"
+        )
+
+    tables, seen = [], {}
+    for config, rows, algo in zip(configs, progress, labels(configs)):
+        env_id, seed = config["args"]["env_id"], config["args"]["seed"]
+        if (algo, env_id, seed) in seen:
+            other = seen[algo, env_id, seed]
+            fail(f"{config['path']}: expected one run of {algo}, {env_id}, seed {seed}, and {other} is another")
+        seen[algo, env_id, seed] = config["path"]
+        full = rows[rows.episodes >= WINDOW]
+        if full.empty:
+            notes.append(f"{algo}, {env_id}, seed {seed}: left out, it has not finished {WINDOW} episodes")
+        tables.append(full[["global_step", "episodic_return"]].assign(algo=algo, env_id=env_id, seed=seed))
+    if len({config["args"]["num_envs"] for config in configs}) > 1:
+        notes.append("the runs differ in num_envs, which matters as much as the algorithm: compare with care")
+    return pd.concat(tables), modes[0], notes
+
+
+def labels(configs):
+    """A name for each run's algorithm: that of the script, and the arguments in which the run is unlike most others."""
+    names = []
+    for config in configs:
+        twins = [other["args"] for other in configs if other["script"] == config["script"]]
+        stem = Path(config["script"]).stem.removesuffix("_procgen")
+        name = stem.upper() if stem in ("ppo", "ppg") else stem
+        for argument, value in config["args"].items():
+            like_this = sum(twin.get(argument) == value for twin in twins)
+            if argument not in BOOKKEEPING and like_this <= len(twins) / 2:
+                name += f", {argument}={value}"
+        names.append(name)
+    return names
+
+
+def read_curves(paths):
+    """Curves from elsewhere, with the columns of `read_runs`."""
+    tables = []
+    for path in paths:
+        try:
+            tables.append(pd.read_csv(path)[["algo", "env_id", "seed", "global_step", "episodic_return"]])
+        except (OSError, ValueError, KeyError) as error:
+            columns = "algo,env_id,seed,global_step,episodic_return"
+            fail(f"--curves {path}: expected a CSV file with the columns {columns} ({error})")
+    return pd.concat(tables)
+
+
+def on_common_steps(curves, num_points=200):
+    """Curves of several runs at the same steps, none of them extended beyond its first or last row.
+
+    Args:
+        curves: list of tables with global_step and episodic_return, a table a run
+    Returns:
+        steps [num_points], from the latest first row to the earliest last row, and returns [runs, num_points],
+        interpolated linearly between rows
+    """
+    first = max(curve.global_step.iloc[0] for curve in curves)
+    last = min(curve.global_step.iloc[-1] for curve in curves)
+    steps = np.linspace(min(first, last), last, num_points)
+    return steps, np.stack([np.interp(steps, curve.global_step, curve.episodic_return) for curve in curves])
+
+
+def final_return(curve, horizon):
+    """Mean episodic_return of a run over the last 5 % of the steps up to `horizon`; without a row there, the last."""
+    curve = curve[curve.global_step <= horizon]
+    last = curve[curve.global_step >= (1 - FINAL_SHARE) * horizon]
+    return (last if len(last) else curve.tail(1)).episodic_return.mean()
+
+
+def student_interval(values):
+    """Mean of the runs and its 95 % interval by Student's t. values: [runs, ...] → mean, low, high [...].
+
+    With one run the interval is NaN.
+    """
+    mean, n = values.mean(axis=0), len(values)
+    if n < 2:
+        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    half = stats.t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+# Statistics over games. scores: a list with an array [runs, ...] for each game; the result keeps the other axes.
+
+
+def mean_score(scores):
+    """Mean over games of the mean over runs."""
+    return np.mean([game.mean(axis=0) for game in scores], axis=0)
+
+
+def median_score(scores):
+    """Median over games of the mean over runs."""
+    return np.median([game.mean(axis=0) for game in scores], axis=0)
+
+
+def iqm(scores):
+    """Interquartile mean: of all runs of all games together, without the lowest and the highest quarter.
+
+    Source: Agarwal et al. 2021, arXiv 2108.13264, section 4.3.
+    """
+    return stats.trim_mean(np.concatenate(scores), 0.25, axis=0)
+
+
+def probability_of_improvement(scores, baseline_scores):
+    """Mean over games of the probability that a run scores higher than a run of the baseline; ties count half.
+
+    Source: Agarwal et al. 2021, arXiv 2108.13264, section 4.3 (the Mann-Whitney U statistic over its maximum).
+    """
+    wins = []
+    for game, baseline in zip(scores, baseline_scores):
+        difference = game[:, None] - baseline[None]
+        wins.append(((difference > 0) + 0.5 * (difference == 0)).mean(axis=(0, 1)))
+    return np.mean(wins, axis=0)
+
+
+def resample(scores, resamples, rng):
+    """Draw runs with replacement within each game: a list of [runs − 1, resamples, ...], one array for each game.
+
+    One run fewer than there are: the mean of n draws would vary less than the mean of the n runs does, by the
+    factor (n − 1) / n, which matters at 3 runs. Source: Agarwal et al. 2021, arXiv 2108.13264, section 4.1 for the
+    strata; Hesterberg 2015, arXiv 1411.5279, section 3.2 for the size.
+    """
+    return [game[rng.integers(len(game), size=(len(game) - 1, resamples))] for game in scores]
+
+
+def bootstrap_interval(statistic, groups, resamples, rng):
+    """95 % interval of statistic(*groups), each group being scores as above, by the expanded percentile bootstrap.
+
+    The quantiles lie further out than 2.5 % and 97.5 %, as Student's t does with as many degrees of freedom as the
+    smallest group has runs beyond one a game: with few runs, plain percentiles are too narrow. Returns low, high;
+    NaN where a game has a single run. Source: Hesterberg 2015, arXiv 1411.5279, section 4.1.1.
+    """
+    if min(len(game) for scores in groups for game in scores) < 2:
+        shape = np.shape(statistic(*groups))
+        return np.full(shape, np.nan), np.full(shape, np.nan)
+    values = statistic(*(resample(scores, resamples, rng) for scores in groups))
+    degrees = min(sum(len(game) - 1 for game in scores) for scores in groups)
+    tail = stats.norm.cdf(stats.t.ppf(0.025, degrees))
+    return np.quantile(values, tail, axis=0), np.quantile(values, 1 - tail, axis=0)
+
+
+def normalize(returns, env_id, mode):
+    """(R − R_min) / (R_max − R_min) with the game's range."""
+    low, high = SCORE_RANGES[mode][env_id]
+    return (returns - low) / (high - low)
+
+
+def comparable(table):
+    """The algorithms that have most of the games, the games that all of those have, and notes on who is left out."""
+    games = table.groupby("algo", sort=False).env_id.agg(lambda ids: set(ids))
+    most = max(map(len, games))
+    algos = [algo for algo in games.index if len(games[algo]) > most / 2]
+    common = sorted(set.intersection(*(games[algo] for algo in algos)))
+    others = [algo for algo in games.index if algo not in algos]
+    return (
+        algos,
+        common,
+        [f"{algo}: not among the scores over games, it has {len(games[algo])} of them" for algo in others],
+    )
+
+
+def style(algos):
+    """Colour and dashes for each algorithm, the same in all figures."""
+    return {algo: dict(zip(("color", "linestyle"), STYLES[i % len(STYLES)])) for i, algo in enumerate(algos)}
+
+
+def draw(axes, steps, mean, low, high, look, label):
+    """A mean over steps with its band."""
+    axes.plot(steps, mean, **look, linewidth=1.8, label=label, zorder=3)
+    axes.fill_between(steps, low, high, color=look["color"], alpha=0.2, linewidth=0)
+
+
+def finish(figure, axes, args, name, ylabel, caption):
+    """Axes, legend and caption of a figure, and the file."""
+    for panel in axes:
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(f"environment steps\n{caption}", fontsize="small")
+    figure.supylabel(ylabel, fontsize="small")
+    entries = {}
+    for panel in axes:
+        handles, names = panel.get_legend_handles_labels()
+        entries |= dict(zip(names, handles))
+    figure.legend(entries.values(), entries, loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(args.out / f"{name}.{args.format}", dpi=150)
+    plt.close(figure)
+
+
+def plot_games(table, looks, args):
+    """A panel a game: each algorithm's mean and 95 % band over seeds, and a thin line for each seed."""
+    games = sorted(table.env_id.unique())
+    columns = min(4, len(games))
+    rows = -(-len(games) // columns)
+    size = (3.2 * columns + 1.2, 2.6 * rows + 1.2)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for panel in axes.flat[len(games) :]:
+        panel.remove()
+    for env_id, panel in zip(games, axes.flat):
+        panel.set_title(env_id, fontsize="medium")
+        for algo, look in looks.items():
+            runs = table[(table.algo == algo) & (table.env_id == env_id)]
+            curves = [curve for _, curve in runs.groupby("seed")]
+            for curve in curves:
+                panel.plot(curve.global_step, curve.episodic_return, color=look["color"], linewidth=0.5, alpha=0.4)
+            if curves:
+                steps, returns = on_common_steps(curves)
+                draw(panel, steps, *student_interval(returns), look, algo)
+    caption = f"mean and 95 % Student interval over seeds; thin: one seed; no smoothing beyond the {WINDOW} episodes"
+    finish(figure, axes.flat[: len(games)], args, "curves", f"mean return of the last {WINDOW} episodes", caption)
+
+
+def plot_mean_score(table, algos, games, looks, mode, args, rng):
+    """The mean normalized score of each algorithm over steps, with a stratified bootstrap band."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+    for algo in algos:
+        runs = table[(table.algo == algo) & table.env_id.isin(games)]
+        keys, curves = zip(*((key, curve) for key, curve in runs.groupby(["env_id", "seed"])))
+        steps, returns = on_common_steps(curves)
+        of_game = np.array([env_id for env_id, _ in keys])
+        scores = [normalize(returns[of_game == env_id], env_id, mode) for env_id in games]
+        interval = bootstrap_interval(mean_score, [scores], args.resamples, rng)
+        draw(axes, steps, mean_score(scores), *interval, looks[algo], f"{algo} ({len(curves)} runs)")
+    if mode == "hard" and table.global_step.max() > 99e6:
+        for (algo, score), linestyle in zip(PUBLISHED_HARD_100M.items(), ("--", ":")):
+            axes.axhline(
+                score, color="0.4", linestyle=linestyle, linewidth=1, label=f"{algo}, published, 16 games: {score}"
+            )
+    caption = f"{mode}, {len(games)} of 16 games; band: 95 % stratified bootstrap over runs\n"
+    caption += f"returns are means of the last {WINDOW} episodes, no further smoothing"
+    finish(figure, [axes], args, "mean_normalized_score", "mean normalized score", caption)
+
+
+def score_table(table, algos, games, mode, horizon, args, rng):
+    """All scores at `horizon` steps, a row each; env_id is "all" for what is computed over games."""
+    finals = table.groupby(["algo", "env_id", "seed"], sort=False).apply(final_return, horizon, include_groups=False)
+    rows = []
+    for (algo, env_id), returns in finals.groupby(level=["algo", "env_id"], sort=False):
+        mean, low, high = student_interval(returns.to_numpy())
+        std = returns.std() if len(returns) > 1 else np.nan
+        rows.append((algo, env_id, "episodic_return", mean, low, high, std, len(returns)))
+        if mode in SCORE_RANGES:
+            normalized = normalize(returns, env_id, mode)
+            mean, low, high = student_interval(normalized.to_numpy())
+            rows.append((algo, env_id, "normalized_score", mean, low, high, normalized.std(), len(returns)))
+
+    if mode in SCORE_RANGES:
+        scores = {
+            algo: [normalize(finals[algo][env_id].to_numpy(), env_id, mode) for env_id in games] for algo in algos
+        }
+        for algo in algos:
+            groups = {name: [scores[algo]] for name in ("mean", "median", "iqm")}
+            functions = {"mean": mean_score, "median": median_score, "iqm": iqm}
+            if algo != algos[0]:
+                groups["probability_of_improvement"] = [scores[algo], scores[algos[0]]]
+                functions["probability_of_improvement"] = probability_of_improvement
+            for metric, statistic in functions.items():
+                low, high = bootstrap_interval(statistic, groups[metric], args.resamples, rng)
+                value, runs = statistic(*groups[metric]), sum(map(len, scores[algo]))
+                rows.append((algo, "all", metric, value, low, high, np.nan, runs))
+    return pd.DataFrame(rows, columns=["algo", "env_id", "metric", "value", "low", "high", "std", "runs"])
+
+
+def markdown(scores, algos, games, mode, horizon, notes):
+    """scores.md: what was measured, over games and for each game, and what is missing."""
+    lines = [
+        "# Scores",
+        "",
+        f"Procgen, {mode}, at {horizon:,} environment steps. A run's final score is the mean of its",
+        f"`episodic_return` over the last {FINAL_SHARE:.0%} of these steps (each value is a mean of {WINDOW} episodes;",
+        "no further smoothing).",
+        "",
+    ]
+    over_games = scores[scores.env_id == "all"]
+    if len(over_games):
+        lines += [
+            f"## Over games ({len(games)} of 16)",
+            "",
+            "Normalized scores, with 95 % intervals by stratified bootstrap, runs resampled within each game.",
+            "",
+            f"| algorithm | runs | mean | median | IQM | P(better than {algos[0]}) |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for algo in algos:
+            rows = over_games[over_games.algo == algo].set_index("metric")
+            cells = [f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows.itertuples()]
+            lines.append(f"| {algo} | {rows.runs.iloc[0]} | {' | '.join(cells + [''] * (4 - len(cells)))} |")
+        lines.append("")
+
+    per_game = scores[scores.metric == "episodic_return"]
+    names = list(dict.fromkeys(per_game.algo))
+    lines += [
+        "## Returns for each game",
+        "",
+        "Mean ± standard deviation over seeds (number of seeds).",
+        "",
+        f"| game | {' | '.join(names)} |",
+        f"| --- |{' --- |' * len(names)}",
+    ]
+    for env_id in sorted(per_game.env_id.unique()):
+        rows = per_game[per_game.env_id == env_id].set_index("algo")
+        found = [rows.loc[name] if name in rows.index else None for name in names]
+        cells = ["" if row is None else f"{row.value:.2f} ± {row['std']:.2f} ({row.runs})" for row in found]
+        lines.append(f"| {env_id} | {' | '.join(cells)} |")
+    if notes:
+        lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def missing(table):
+    """Notes on games and seeds that some algorithm lacks."""
+    notes = []
+    seeds = sorted(table.seed.unique())
+    for algo, runs in table.groupby("algo", sort=False):
+        if (number := runs.env_id.nunique()) < 16:
+            notes.append(f"{algo}: {number} of 16 games")
+        for env_id, of_game in runs.groupby("env_id"):
+            absent = [str(seed) for seed in seeds if seed not in set(of_game.seed)]
+            if absent:
+                notes.append(f"{algo}, {env_id}: no seed {', '.join(absent)}")
+            if of_game.seed.nunique() == 1:
+                notes.append(f"{algo}, {env_id}: one seed, so no interval")
+    return notes
+
+
+def main(args):
+    """Write figures and scores, as `args` say."""
+    if not args.runs and not args.curves:
+        fail("expected directories with runs, or --curves FILE.csv")
+    if args.curves and args.mode is None:
+        fail("--curves: expected --mode with it, the distribution mode of the curves")
+    if args.resamples < 100:
+        fail(f"--resamples {args.resamples}: expected 100 or more")
+    tables, mode, notes = [], args.mode, []
+    if args.runs:
+        table, mode, notes = read_runs(args.runs)
+        tables.append(table)
+        if args.mode not in (None, mode):
+            fail(f"--mode {args.mode}: expected {mode}, the distribution mode of the runs; modes cannot be mixed")
+    if args.curves:
+        tables.append(read_curves(args.curves))
+    table = pd.concat(tables).sort_values("global_step", kind="stable")
+    if args.max_steps is not None:
+        table = table[table.global_step <= args.max_steps]
+    if table.empty:
+        fail(f"expected a run with {WINDOW} finished episodes{' before --max-steps' if args.max_steps else ''}")
+
+    # PPO and PPG come first, so that they look the same in every figure and PPO is what others are compared with.
+    order = sorted(table.algo.unique(), key=lambda algo: (algo != "PPO", algo != "PPG", algo))
+    table = table.assign(algo=pd.Categorical(table.algo, order)).sort_values(["algo", "env_id", "seed", "global_step"])
+    table["algo"] = table.algo.astype(str)
+    ends = table.groupby(["algo", "env_id", "seed"], sort=False).global_step.max()
+    horizon = int(ends.min())
+    if horizon < ends.max():
+        shortest = "{}, {}, seed {}".format(*ends.idxmin())
+        where = f"scores are taken at {horizon:,} steps, where the shortest run ends ({shortest})"
+        notes.append(f"{where}; the longest has {ends.max():,}")
+    algos, games, left_out = comparable(table)
+    notes += left_out + missing(table)
+
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {args.out}: expected a directory that can be written to ({error.strerror})")
+    rng = np.random.default_rng(args.seed)
+    looks = style(order)
+    plot_games(table, looks, args)
+    if mode in SCORE_RANGES:
+        plot_mean_score(table, algos, games, looks, mode, args, rng)
+    else:
+        notes.append(f"{mode}: no published score ranges, so no normalized scores")
+    scores = score_table(table, algos, games, mode, horizon, args, rng)
+    scores.to_csv(args.out / "scores.csv", index=False, float_format="%.6g")
+    report = markdown(scores, algos, games, mode, horizon, notes)
+    (args.out / "scores.md").write_text(report)
+    print(report)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__.split("\n")[0]))

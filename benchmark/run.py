@@ -1,0 +1,370 @@
+"""Train scripts × games × seeds, on this machine or on a Ray cluster.
+
+    python benchmark/run.py --scripts ppo_procgen.py ppg_procgen.py --env-ids starpilot fruitbot --seeds 1 2 3 \\
+        --ppg-args "--n-pi 8" -- --total-timesteps 1_000_000
+
+What follows `--` goes to every script. The same command again completes the grid: it skips the runs that are
+finished and resumes those that were interrupted. A run's directory is <out>/<script>/<game>/<seed>, its output
+goes to <seed>.log beside that. On a cluster, all nodes must see the scripts and --out under the same path.
+"""
+
+import csv
+import fcntl
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from itertools import product
+from pathlib import Path
+
+import tyro
+from common import fail, load_script
+from procgen.env import ENV_NAMES
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = ("ppo_procgen.py", "ppg_procgen.py")
+    """the training scripts"""
+    env_ids: tuple[str, ...] = ("starpilot",)
+    """Procgen games; all stands for the 16 games"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """seeds of each script on each game"""
+    ppo_args: str = ""
+    """arguments, in quotes, for the scripts with ppo in their names"""
+    ppg_args: str = ""
+    """arguments, in quotes, for the scripts with ppg in their names"""
+    out: str = "runs/benchmark"
+    """directory of the grid"""
+    address: str | None = None
+    """address of a Ray cluster, or auto for the one that this machine belongs to (None: start Ray here)"""
+    cpus_per_run: float = 1
+    """CPU cores of a run, and the threads that torch uses; decides how many runs train side by side"""
+    gpus_per_run: float = 0
+    """GPUs of a run; a fraction shares one GPU between runs, 0 trains on CPUs"""
+    memory_per_run: float = 0
+    """GB of memory of a run; Ray starts no more runs than fit (0: do not count)"""
+    retries: int = 3
+    """how often a run that fails is resumed before it is given up; progress since the last failure resets the count"""
+    dry_run: bool = False
+    """print the commands of the runs that are not finished, one a line, and train nothing"""
+
+
+@dataclass
+class Run:
+    """One script on one game with one seed."""
+
+    script: Path
+    env_id: str
+    seed: int
+    arguments: list[str]  # of the script, the same for all of its runs
+    total_timesteps: int
+    path: Path
+    row: dict = field(default_factory=dict)  # the latest of progress.csv
+    state: str = "waiting"
+    failures: int = 0  # in a row, without progress
+    step_at_failure: int = 0
+
+    def __str__(self):
+        return f"{self.script.stem} {self.env_id} {self.seed}"
+
+    @property
+    def log(self):
+        return self.path.with_name(f"{self.path.name}.log")
+
+    @property
+    def global_step(self):
+        return int(self.row.get("global_step", 0))
+
+
+def parse_args(words):
+    """Split the command line into run.py's own arguments and those after `--`, which are the scripts'."""
+    split = words.index("--") if "--" in words else len(words)
+    own = list(words[:split])
+    for flag in ("--ppo-args", "--ppg-args"):
+        if flag in own[:-1]:  # joined, or tyro would take "--n-pi 8" for a flag of its own
+            i = own.index(flag)
+            own[i : i + 2] = [f"{flag}={own[i + 1]}"]
+    return tyro.cli(Args, args=own, description=__doc__.split("\n")[0]), list(words[split + 1 :])
+
+
+def plan(args, script_args):
+    """The runs of the grid, seed by seed, so that an unfinished grid has whole seeds.
+
+    Every run's arguments are parsed and checked by its script, and compared with those of all runs that the
+    output directory holds: two configurations of a script in one directory would look like seeds of one.
+    """
+    env_ids = ENV_NAMES if "all" in args.env_ids else args.env_ids
+    for name, values in (("scripts", args.scripts), ("env-ids", env_ids), ("seeds", args.seeds)):
+        if not values or len(set(values)) < len(values):
+            fail(f"--{name} {' '.join(map(str, values))}: expected at least one, and each once")
+    stems = [Path(script).stem for script in args.scripts]
+    if len(set(stems)) < len(stems):
+        fail(f"--scripts {' '.join(args.scripts)}: expected different names, because a run's directory carries it")
+    if args.cpus_per_run <= 0:
+        fail(f"--cpus-per-run {args.cpus_per_run}: expected more than 0")
+    for name in ("gpus_per_run", "memory_per_run", "retries"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 or more")
+
+    out, runs = Path(args.out).resolve(), {}
+    for script in map(Path, args.scripts):
+        module = load_script(script, "--scripts", ("Args", "check_args", "RESUME_MAY_CHANGE"))
+        arguments = list(script_args)
+        for kind in ("ppo", "ppg"):
+            if kind in script.stem:
+                arguments += shlex.split(getattr(args, f"{kind}_args"))
+        for word in arguments:
+            if word.split("=")[0].replace("_", "-") in ("--env-id", "--seed", "--run-dir", "--run-name", "--resume"):
+                fail(f"{word}: run.py sets this flag itself; expected --env-ids, --seeds or --out")
+
+        for env_id, seed in product(env_ids, args.seeds):
+            words = ["--env-id", env_id, "--seed", str(seed), *arguments]
+            parsed = tyro.cli(module.Args, args=words, prog=script.name)
+            module.check_args(parsed)
+            path = out / script.stem / env_id / str(seed)
+            runs[path] = Run(script.resolve(), env_id, seed, arguments, parsed.total_timesteps, path)
+
+        own = {"env_id", "seed", "run_dir", "run_name", *module.RESUME_MAY_CHANGE}
+        for config in sorted((out / script.stem).glob("*/*/config.json")):
+            stored = json.loads(config.read_text())["args"]
+            for name, value in vars(parsed).items():
+                same = name in own or stored.get(name) == value
+                if name == "total_timesteps":  # a grid can grow, as a whole
+                    same = stored[name] == value or (stored[name] < value and config.parent in runs)
+                if not same:
+                    flag, existing = "--" + name.replace("_", "-"), stored.get(name)
+                    fail(f"{flag} {value}: {config.parent} was run with {existing}; expected that, or another --out")
+    return sorted(runs.values(), key=lambda run: (args.seeds.index(run.seed), env_ids.index(run.env_id)))
+
+
+def last_row(run):
+    """The last row of the run's progress.csv, as strings, or nothing before there is one."""
+    try:
+        with open(run.path / "progress.csv", newline="") as file:
+            return list(csv.DictReader(file))[-1]
+    except (OSError, IndexError):
+        return {}
+
+
+def is_finished(run):
+    """Whether the run has all its steps, and a checkpoint of its end unless checkpoints were cleared away."""
+    if int(last_row(run).get("global_step", 0)) < run.total_timesteps:
+        return False
+    progress, checkpoint = run.path / "progress.csv", run.path / "checkpoint.pt"
+    return not checkpoint.exists() or checkpoint.stat().st_mtime >= progress.stat().st_mtime
+
+
+def command(run):
+    """The words of the command that starts the run, or resumes it if it has a checkpoint."""
+    if (run.path / "checkpoint.pt").exists():
+        place = ["--resume", str(run.path)]
+    else:
+        place = ["--env-id", run.env_id, "--seed", str(run.seed)]
+        place += ["--run-dir", str(run.path.parent), "--run-name", run.path.name]
+    return [sys.executable, str(run.script), *place, *run.arguments]
+
+
+def incomplete_path(run):
+    """Where the remains of a run go that ended before its first checkpoint, or None if there are none."""
+    if run.path.exists() and not (run.path / "checkpoint.pt").exists():
+        return run.path.with_name(f"{run.path.name}.incomplete-{datetime.now():%Y%m%d-%H%M%S}")
+    return None
+
+
+def train(run, cpus):
+    """Train one run to its end, on the node and in the process where Ray calls this; yields its newest row, over
+    and over. Closing or interrupting the generator stops the run with a checkpoint.
+
+    Raises: RuntimeError if the script fails, with its exit code and the last line of its output.
+    """
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(run.log, "a") as log:
+        # The lock passes to the script with its standard output, so it outlives this process if the script does:
+        # two processes never train in one directory.
+        while True:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(1)
+                yield last_row(run)
+        if is_finished(run):
+            return
+        if incomplete := incomplete_path(run):
+            run.path.rename(incomplete)
+
+        words = command(run)
+        print(
+            f"=== {datetime.now():%Y-%m-%d %H:%M:%S} {socket.gethostname()}: {shlex.join(words)}", file=log, flush=True
+        )
+        if shutil.which("setpriv"):
+            words = ["setpriv", "--pdeathsig", "KILL", *words]  # if this process is killed, so is the script
+        threads = str(max(1, int(cpus)))
+        # In a session of its own the script does not hear the terminal's Ctrl-C: the launcher stops it, once.
+        process = subprocess.Popen(
+            words, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": threads}
+        )
+        try:
+            while process.poll() is None:
+                yield last_row(run)
+                time.sleep(1)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if process.returncode != 0:
+        last_line = run.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"exit code {process.returncode}: {last_line}")
+
+
+def time_left(runs, slots):
+    """Seconds until the grid is complete: the steps left at the pace of each script, spread over the runs side by side.
+
+    None when nothing is left, or while the pace of no script is known.
+    """
+    paces = {}
+    for run in runs:
+        if "SPS" in run.row and run.state in ("running", "done"):
+            paces.setdefault(run.script, []).append(float(run.row["SPS"]))
+    unfinished = [run for run in runs if run.state in ("waiting", "running")]
+    if not paces or not unfinished:
+        return None
+    paces = {script: sum(values) / len(values) for script, values in paces.items()}
+    slowest = min(paces.values())
+    seconds = [max(0, run.total_timesteps - run.global_step) / paces.get(run.script, slowest) for run in unfinished]
+    return max(max(seconds), sum(seconds) / max(1, slots))
+
+
+def summary(runs):
+    """One line on the whole grid, as text."""
+    states = [run.state for run in runs]
+    line = ", ".join(f"{states.count(state)} {state}" for state in ("done", "running", "waiting", "failed"))
+    left = time_left(runs, states.count("running"))
+    return line if left is None else f"{line}, {timedelta(seconds=round(left))} left"
+
+
+def overview(runs, note):
+    """The whole grid in one line, a table of the runs that are under way or failed, and a note."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("script", "game", "seed", "state", "steps", "of", "steps/s", "return"):
+        table.add_column(column, justify="left" if column in ("script", "game", "state") else "right")
+    for run in runs:
+        if run.state in ("running", "failed"):
+            state = run.state + (f" (failures: {run.failures})" if run.failures else "")
+            steps, total = f"{run.global_step:,}", f"{run.total_timesteps:,}"
+            pace, episodic_return = (float(run.row.get(name, "nan")) for name in ("SPS", "episodic_return"))
+            cells = (run.script.stem, run.env_id, str(run.seed), state, steps, total)
+            table.add_row(*cells, f"{pace:.0f}", f"{episodic_return:.2f}")
+    return Group(summary(runs), *([table] if table.row_count else []), *([note] if note else []))
+
+
+def main():
+    args, script_args = parse_args(sys.argv[1:])
+    runs = plan(args, script_args)
+    for run in runs:
+        run.row = last_row(run)
+        run.state = "done" if is_finished(run) else "waiting"
+
+    if args.dry_run:
+        for run in runs:
+            if run.state != "done":
+                incomplete = incomplete_path(run)
+                aside = shlex.join(["mv", str(run.path), str(incomplete)]) + " && " if incomplete else ""
+                print(f"{aside}OMP_NUM_THREADS={max(1, int(args.cpus_per_run))} {shlex.join(command(run))}")
+        print(summary(runs), file=sys.stderr)
+        return
+    if all(run.state == "done" for run in runs):
+        print(summary(runs))
+        return
+
+    import ray  # not before: to print commands must not take it
+
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {args.out}: expected a directory that can be written to ({error.strerror})")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    local = dict(include_dashboard=False) if args.address is None else {}
+    try:
+        ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        fail(f"--address {args.address}: expected the host:port of a Ray cluster, or auto ({reason})")
+    amounts = (("cpus", args.cpus_per_run, "CPU", 1), ("gpus", args.gpus_per_run, "GPU", 1))
+    for name, amount, resource, unit in (*amounts, ("memory", args.memory_per_run, "memory", 1e9)):
+        present = ray.cluster_resources().get(resource, 0) / unit
+        if args.address is None and amount > present:  # a cluster may yet grow
+            fail(f"--{name}-per-run {amount:g}: expected at most what this machine has, {present:.3g}")
+    remote_train = ray.remote(train).options(
+        num_cpus=args.cpus_per_run,
+        num_gpus=args.gpus_per_run,
+        memory=args.memory_per_run * 1e9 or None,
+        max_retries=0,  # failures are counted below
+    )
+
+    # The first SIGINT or SIGTERM stops every run with a checkpoint, the second one at once.
+    stop_signals, stopping = [], False
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, frame: stop_signals.append(signum))
+
+    console, note = Console(), None
+    generators = {remote_train.remote(run, args.cpus_per_run): run for run in runs if run.state != "done"}
+    with Live(console=console, auto_refresh=False) if console.is_terminal else open(os.devnull) as live:
+        next_line = 0.0
+        while generators and len(stop_signals) < 2:
+            ready, _ = ray.wait(list(generators), num_returns=len(generators), timeout=1)
+            for generator in ready:
+                run = generators[generator]
+                try:
+                    run.row = ray.get(next(generator)) or run.row
+                    run.state = "running"
+                except StopIteration:
+                    run.row, run.state = last_row(run), "done"
+                except (ray.exceptions.RayError, RuntimeError) as error:
+                    reason = str(error).strip().split("\n")[-1]
+                    run.failures = 1 if run.global_step > run.step_at_failure else run.failures + 1
+                    run.step_at_failure = max(run.step_at_failure, run.global_step)
+                    run.state = "waiting" if stopping or run.failures <= args.retries else "failed"
+                    if not stopping:
+                        where = f"failure {run.failures} at {run.global_step} steps"
+                        print(f"{run}: {where}: {reason}; see {run.log}", flush=True)
+                if run.state != "running":
+                    del generators[generator]
+                    if run.state == "waiting" and not stopping:
+                        generators[remote_train.remote(run, args.cpus_per_run)] = run
+
+            if stop_signals and not stopping:
+                stopping, note = True, "stopping, each run with a checkpoint; once more: at once"
+                for generator in generators:
+                    ray.cancel(generator)
+            if console.is_terminal:
+                live.update(overview(runs, note), refresh=True)
+            elif time.monotonic() >= next_line:
+                next_line = time.monotonic() + 60
+                print(note or summary(runs), flush=True)
+
+    for generator in generators:
+        ray.cancel(generator, force=True)
+    ray.shutdown()
+    print(summary(runs))
+    if stopping:
+        print("to complete the grid, run the same command again")
+        sys.exit(128 + stop_signals[0])
+    sys.exit(any(run.state != "done" for run in runs))
+
+
+if __name__ == "__main__":
+    main()

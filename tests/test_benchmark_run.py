@@ -1,0 +1,324 @@
+"""The launcher: a grid that always completes, whatever interrupts it, and never mixes configurations."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import psutil
+import pytest
+from procgen.env import ENV_NAMES
+from ray.cluster_utils import Cluster
+
+import ppg_procgen
+import run
+
+ROOT = Path(run.__file__).parent.parent
+RUN = [sys.executable, str(ROOT / "benchmark" / "run.py")]
+SCRIPTS = ["--scripts", str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py")]
+GRID = [*SCRIPTS, "--env-ids", "starpilot", "fruitbot", "--seeds", "1", "2"]
+PPG_ARGS = ["--ppg-args", "--n-pi 3 --e-aux 1 --aux-minibatch-segments 2"]
+TINY = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--device", "cpu"]
+TINY += ["--checkpoint-interval", "1"]
+TOTAL = 12 * 2 * 16
+
+
+def launch(words, cwd):
+    return subprocess.run([*RUN, *words], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def training_in(out):
+    """The training scripts at work in the grid's directory, by the directory of their run."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if (
+            any(word.endswith("_procgen.py") for word in words)
+            and str(out) in " ".join(words)
+            and "--scripts" not in words
+        ):
+            at = words.index("--resume") + 1 if "--resume" in words else None
+            path = Path(words[at]) if at else Path(*(words[words.index(f) + 1] for f in ("--run-dir", "--run-name")))
+            found[path] = process
+    return found
+
+
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return result
+
+
+def training_with_checkpoints(out, number):
+    """`number` of the processes at work whose runs have a checkpoint and are not about to end, or nothing."""
+    busy = {}
+    for path, process in training_in(out).items():
+        progress = path / "progress.csv"
+        if (path / "checkpoint.pt").exists() and len(progress.read_text().splitlines()) < 9:
+            busy[path] = process
+    return busy if len(busy) >= number else {}
+
+
+def without_time(path):
+    return pd.read_csv(path / "progress.csv").drop(columns="SPS")
+
+
+def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path):
+    out = tmp_path / "grid"
+    words = [*GRID, *PPG_ARGS, "--out", str(out)]
+    script_words = ["--", *TINY, "--total-timesteps", str(TOTAL)]
+
+    # Ctrl-C at a terminal, which reaches the whole foreground process group, Ray's processes included.
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(RUN[0], [*RUN, *words, *script_words])
+    os.set_blocking(terminal, False)
+    screen = bytearray()
+
+    def read():
+        with contextlib.suppress(OSError):  # nothing to read, or the other end is closed
+            screen.extend(os.read(terminal, 65536))
+
+    interrupted = wait_until(lambda: read() or training_with_checkpoints(out, 2))
+    os.write(terminal, b"\x03")
+    status = wait_until(lambda: read() or ((done := os.waitpid(pid, os.WNOHANG))[0] and done))[1]
+    read()
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.decode())
+    assert re.search(r"0 done, 2 running, 6 waiting, 0 failed, 0:\d\d:\d\d left", text)
+    assert re.search(r"ppo_procgen +starpilot +1 +running +\d+ +384 +\d+ +(nan|-?\d+\.\d\d)", text), text
+    assert not training_in(out)
+    for path in interrupted:
+        assert "stopped after" in path.with_name(f"{path.name}.log").read_text()
+
+    # The same command on a cluster of two nodes, with a core each.
+    cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
+    second_node = cluster.add_node(num_cpus=1)
+    address = ["--address", cluster.address]
+    log = open(tmp_path / "cluster.log", "w")
+    launcher = subprocess.Popen([*RUN, *words, *address, *script_words], stdout=log, stderr=log)
+
+    killed, process = wait_until(lambda: training_with_checkpoints(out, 1)).popitem()
+    process.kill()
+    wait_until(lambda: "=== " in killed.with_name(f"{killed.name}.log").read_text().partition("--resume")[2])
+
+    raylet = psutil.Process(second_node.all_processes["raylet"][0].process.pid)
+
+    def training_on_second_node():
+        busy = training_with_checkpoints(out, 1).items()
+        return next(((path, process) for path, process in busy if raylet in process.parents()), None)
+
+    lost, process = wait_until(training_on_second_node)
+    cluster.remove_node(second_node, allow_graceful=False)
+    process.wait(20)
+    steps_of_lost = without_time(lost).global_step.iloc[-1]
+
+    assert launcher.wait(300) == 0, (tmp_path / "cluster.log").read_text()
+    cluster.shutdown()
+    assert "8 done, 0 running, 0 waiting, 0 failed" in (tmp_path / "cluster.log").read_text()
+    assert without_time(lost).global_step.iloc[-1] == TOTAL > steps_of_lost
+    for path in (killed, lost):
+        assert path.with_name(f"{path.name}.log").read_text().count("--resume") >= 1
+
+    # Once more: there is nothing left to do.
+    logs = {path: path.read_text() for path in out.rglob("*.log")}
+    assert len(logs) == 8
+    again = launch([*words, *script_words], tmp_path)
+    assert (again.returncode, again.stdout) == (0, "8 done, 0 running, 0 waiting, 0 failed\n"), again.stderr
+    assert {path: path.read_text() for path in out.rglob("*.log")} == logs
+
+    # What was interrupted has the rows of a run that never was.
+    for path in {*list(interrupted)[:1], killed, lost}:
+        script, env_id, seed = path.parts[-3:]
+        command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", env_id, "--seed", seed, *TINY]
+        command += ["--total-timesteps", str(TOTAL), "--run-dir", "alone", "--run-name", f"{script}-{env_id}-{seed}"]
+        command += shlex.split(PPG_ARGS[1]) if script == "ppg_procgen" else []
+        subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=True
+        )
+        pd.testing.assert_frame_equal(
+            without_time(path), without_time(tmp_path / "alone" / f"{script}-{env_id}-{seed}")
+        )
+
+
+def test_a_run_that_keeps_failing_is_reported_and_the_others_go_on(tmp_path):
+    words = ["--scripts", str(ROOT / "ppo_procgen.py"), "--env-ids", "coinrun", "--seeds", "1", "2", "--out", "out"]
+    words += ["--retries", "1", "--cpus-per-run", "0.5", "--", *TINY, "--total-timesteps", "32"]
+    broken = tmp_path / "out" / "ppo_procgen" / "coinrun" / "1"
+    broken.mkdir(parents=True)
+    (broken / "checkpoint.pt").write_text("no checkpoint")
+
+    result = launch(words, tmp_path)
+
+    assert result.returncode == 1
+    assert "1 done, 0 running, 0 waiting, 1 failed" in result.stdout
+    for failure in (1, 2):
+        assert f"ppo_procgen coinrun 1: failure {failure} at 0 steps: RuntimeError: exit code 2: " in result.stdout
+    assert "failure 3" not in result.stdout
+    assert (broken / "checkpoint.pt").read_text() == "no checkpoint"
+    assert len(pd.read_csv(tmp_path / "out" / "ppo_procgen" / "coinrun" / "2" / "progress.csv")) == 1
+
+
+def test_dry_run_prints_the_96_commands_of_the_full_grid_and_writes_nothing(tmp_path):
+    words = [*SCRIPTS, "--env-ids", "all", "--seeds", "1", "2", "3", "--ppg-args", "--n-pi 8", "--dry-run"]
+    result = launch([*words, "--", "--total-timesteps", "1_000_000"], tmp_path)
+
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(set(lines)) == 16 * 3 * 2
+    assert [("--n-pi 8" in line) for line in lines] == [("ppg_procgen.py" in line) for line in lines]
+    for env_id in ENV_NAMES:
+        assert sum(f"--env-id {env_id} " in line for line in lines) == 6
+    # Whole seeds first: a grid that is stopped early is a smaller grid.
+    assert [line.split("--seed ")[1][0] for line in lines] == ["1"] * 32 + ["2"] * 32 + ["3"] * 32
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_of_dry_run_is_a_command_that_starts_or_resumes_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--scripts", str(ROOT / "ppo_procgen.py"), "--env-ids", "coinrun", "--seeds", "7", "--dry-run"]
+    run_path = tmp_path / "runs" / "benchmark" / "ppo_procgen" / "coinrun" / "7"
+    steps = []
+    for total in ("32", "64", "64"):
+        monkeypatch.setattr(sys, "argv", ["run.py", *words, "--", *TINY, "--total-timesteps", total])
+        run.main()
+        line = capsys.readouterr().out
+        subprocess.run(line, shell=True, check=True, capture_output=True)
+        steps.append(list(without_time(run_path).global_step))
+        # What a kill before the first checkpoint leaves is put aside, not overwritten.
+        if total == "64" and len(steps) == 2:
+            assert "--resume" in line
+            (run_path / "checkpoint.pt").unlink()
+            rows = (run_path / "progress.csv").read_text().splitlines(keepends=True)
+            (run_path / "progress.csv").write_text("".join(rows[:-1]))
+    assert steps == [[32], [32, 64], [32, 64]]
+    (aside,) = run_path.parent.glob("7.incomplete-*")
+    assert list(without_time(aside).global_step) == [32]
+
+
+@pytest.fixture
+def existing_run(tmp_path):
+    """A directory of one PPG run, with the arguments of its config.json to change."""
+    path = tmp_path / "runs" / "benchmark" / "ppg_procgen" / "starpilot" / "1"
+    path.mkdir(parents=True)
+    arguments = dataclasses.asdict(ppg_procgen.Args(total_timesteps=1_000_000))
+    (path / "config.json").write_text(json.dumps({"script": "ppg_procgen.py", "args": arguments}))
+    return path
+
+
+SAME = ["--total-timesteps", "1_000_000"]
+
+
+@pytest.mark.parametrize(
+    "own, of_scripts, message",
+    [
+        ([], [*SAME, "--n-pi", "8"], "--n-pi 8: {run} was run with 32; expected that, or another --out"),
+        (["--ppg-args", "--arch detach"], SAME, "--arch detach: {run} was run with dual; expected that, or"),
+        (["--seeds", "2"], [*SAME, "--gamma", "0.9"], "--gamma 0.9: {run} was run with 0.999; expected that"),
+        ([], ["--total-timesteps", "500_000"], "--total-timesteps 500000: {run} was run with 1000000; expected"),
+        (["--seeds", "2"], ["--total-timesteps", "2_000_000"], "--total-timesteps 2000000: {run} was run with 1000000"),
+        (["--scripts", "nowhere.py"], SAME, "--scripts nowhere.py: expected a training script, a Python file"),
+        (["--scripts", run.__file__], SAME, "expected ppo_procgen.py, ppg_procgen.py or a copy; this file has no"),
+        (["--seeds", "1", "1"], SAME, "--seeds 1 1: expected at least one, and each once"),
+        (["--env-ids", "starpilot", "starpilot"], SAME, "--env-ids starpilot starpilot: expected at least one"),
+        (["--env-ids", "pong"], SAME, "--env-id pong: no such game"),
+        (["--cpus-per-run", "0"], SAME, "--cpus-per-run 0.0: expected more than 0"),
+        (["--retries", "-1"], SAME, "--retries -1: expected 0 or more"),
+        ([], [*SAME, "--seed", "3"], "--seed: run.py sets this flag itself"),
+        ([], [*SAME, "--run_dir=x"], "--run_dir=x: run.py sets this flag itself"),
+        ([], [*SAME, "--num-envs", "63"], "--num-envs 63: expected a multiple of --num-minibatches 8"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_flag_before_anything_is_written(
+    own, of_scripts, message, existing_run, tmp_path, monkeypatch, capsys
+):
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    words = [*own, "--dry-run", "--", *of_scripts]
+    if "--scripts" not in own:
+        words = ["--scripts", str(ROOT / "ppg_procgen.py"), *words]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+
+    with pytest.raises(SystemExit) as stop:
+        run.main()
+
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.count("\n") == 1 and message.format(run=existing_run) in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("seeds, total", [(["1"], "1_000_000"), (["1", "2"], "2_000_000"), (["2"], "1_000_000")])
+def test_a_grid_may_grow_by_seeds_and_as_a_whole_by_steps(seeds, total, existing_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--scripts",
+        str(ROOT / "ppg_procgen.py"),
+        "--seeds",
+        *seeds,
+        "--dry-run",
+        "--",
+        "--total-timesteps",
+        total,
+    ]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    run.main()
+    assert len(capsys.readouterr().out.splitlines()) == len(seeds)
+
+
+def test_a_run_is_finished_when_its_last_row_and_its_last_checkpoint_are_of_the_end(tmp_path):
+    unfinished = SimpleNamespace(path=tmp_path, total_timesteps=100)
+    assert not run.is_finished(unfinished)
+
+    progress, checkpoint = tmp_path / "progress.csv", tmp_path / "checkpoint.pt"
+    progress.write_text("global_step,SPS\n64,9\n")
+    assert not run.is_finished(unfinished)
+    progress.write_text("global_step,SPS\n64,9\n128,9\n")
+    assert run.is_finished(unfinished)
+
+    checkpoint.write_text("of the end")
+    os.utime(progress, (10, 10))
+    assert run.is_finished(unfinished)
+    # The last checkpoint could not be written: the one before it is older than the last row.
+    os.utime(checkpoint, (5, 5))
+    assert not run.is_finished(unfinished)
+
+
+def test_time_left_adds_the_steps_left_at_the_pace_of_each_script():
+    def one(script, state, step, pace=None):
+        row = dict(global_step=str(step)) | ({} if pace is None else dict(SPS=str(pace)))
+        return run.Run(Path(script), "starpilot", 1, [], 1000, Path("x"), row, state)
+
+    # 10 s and 25 s under way, 100 s and 25 s waiting, on two cores: 160 s / 2.
+    runs = [
+        one("ppo", "running", 900, 10),
+        one("ppg", "running", 0, 40),
+        one("ppo", "waiting", 0),
+        one("ppg", "waiting", 0),
+    ]
+    assert run.time_left(runs, slots=2) == pytest.approx((10 + 25 + 100 + 25) / 2)
+    # A single long run cannot be spread over the cores.
+    assert run.time_left([one("ppo", "running", 0, 10), one("ppg", "running", 960, 40)], slots=2) == pytest.approx(100)
+    assert run.time_left([one("ppo", "waiting", 0)], slots=0) is None
+    assert run.time_left([one("ppo", "done", 1000, 10)], slots=0) is None
+
+
+def test_the_words_after_two_dashes_go_to_the_scripts():
+    args, of_scripts = run.parse_args(
+        ["--ppg-args", "--n-pi 8", "--seeds", "4", "5", "--", "--total-timesteps", "1_000"]
+    )
+    assert args.ppg_args == "--n-pi 8"
+    assert args.seeds == (4, 5)
+    assert of_scripts == ["--total-timesteps", "1_000"]
