@@ -301,14 +301,14 @@ def test_time_left_adds_the_steps_left_at_the_pace_of_each_script():
         row = dict(global_step=str(step)) | ({} if pace is None else dict(SPS=str(pace)))
         return run.Run(Path(script), "starpilot", 1, [], 1000, Path("x"), row, state)
 
-    # 10 s and 25 s under way, 100 s and 25 s waiting, on two cores: 160 s / 2.
+    # 5 s and 25 s under way, 50 s and 25 s waiting, on two cores.
     runs = [
-        one("ppo", "running", 900, 10),
+        one("ppo", "running", 900, 20),
         one("ppg", "running", 0, 40),
         one("ppo", "waiting", 0),
         one("ppg", "waiting", 0),
     ]
-    assert run.time_left(runs, slots=2) == pytest.approx((10 + 25 + 100 + 25) / 2)
+    assert run.time_left(runs, slots=2) == pytest.approx((5 + 25 + 50 + 25) / 2)
     # A single long run cannot be spread over the cores.
     assert run.time_left([one("ppo", "running", 0, 10), one("ppg", "running", 960, 40)], slots=2) == pytest.approx(100)
     assert run.time_left([one("ppo", "waiting", 0)], slots=0) is None
