@@ -60,6 +60,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -71,6 +72,10 @@ from torch.distributions import Categorical, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+# torchrun starts several processes and numbers them; a script that is started alone is the first of one.
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE, LOCAL_WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
 
 @dataclass
 class Args:
@@ -79,7 +84,7 @@ class Args:
     seed: int = 1
     """seed of the environments, the network and the sampling"""
     total_timesteps: int = 25_000_000
-    """environment steps, summed over the environments; rounded up to a whole rollout"""
+    """environment steps, summed over environments and processes; rounded up to a whole rollout"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     """difficulty of the levels; every game has easy and hard"""
     num_levels: int = 0
@@ -87,7 +92,7 @@ class Args:
     start_level: int = 0
     """the first level; training uses levels start_level to start_level + num_levels - 1"""
     num_envs: int = 64
-    """environments that step side by side"""
+    """environments that step side by side, in each process"""
     num_steps: int = 256
     """steps per environment in a rollout; what one environment does in one rollout is a segment"""
     num_minibatches: int = 8
@@ -109,7 +114,7 @@ class Args:
     beta_clone: float = 1.0
     """β_clone, weight of KL(π_old ‖ π) in the auxiliary phase"""
     aux_minibatch_segments: int = 4
-    """segments of num_steps steps in a minibatch of the auxiliary phase"""
+    """segments of num_steps steps in a minibatch of the auxiliary phase, in each process"""
     aux_learning_rate: float = 5e-4
     """Adam's step size in the auxiliary phase"""
     aux_kl_limit: float | None = None
@@ -158,7 +163,7 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
 AUX_LOSSES = ("aux_value_loss", "aux_kl", "aux_true_value_loss")
-CHECKPOINT_FORMAT = f"{Path(__file__).name} 1"
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 2"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
                      "wandb_entity")
 GAMES_WITH_MODE = {
@@ -483,6 +488,52 @@ def stop_unless_finite(agent, iteration, losses):
 
 
 @contextlib.contextmanager
+def exchange():
+    """End this process, in one line, when another one with which it exchanges data is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        sys.exit(f"process {RANK}: lost another process, the last checkpoint stays ({str(error).splitlines()[0]})")
+
+
+def gather(x, everywhere=True):
+    """What every process has for x, as a list in the order of the processes; alone, [x].
+
+    If not everywhere, only the first process gets it, and the others an empty list.
+    """
+    if WORLD_SIZE == 1:
+        return [x]
+    xs = [None] * WORLD_SIZE
+    with exchange():
+        if everywhere:
+            dist.all_gather_object(xs, x)
+        else:
+            dist.gather_object(x, xs if RANK == 0 else None)
+    return xs if everywhere or RANK == 0 else []
+
+
+def gather_envs(x):
+    """[n, num_envs] of every process, side by side and on the CPU: [n, WORLD_SIZE · num_envs]."""
+    return torch.cat(gather(x.cpu()), dim=1)
+
+
+def average(tensors):
+    """Replace each tensor by its mean over the processes, all in one exchange."""
+    if WORLD_SIZE == 1:
+        return
+    means = torch.cat([x.flatten() for x in tensors]) / WORLD_SIZE
+    with exchange():
+        dist.all_reduce(means)
+    for x, mean in zip(tensors, means.split([x.numel() for x in tensors])):
+        x.copy_(mean.view_as(x))
+
+
+def average_gradients(agent):
+    """The gradient of the mean loss over all processes; they then take the same step and stay equal."""
+    average([parameter.grad for parameter in agent.parameters() if parameter.grad is not None])
+
+
+@contextlib.contextmanager
 def replacing(path, mode="w"):
     """A file to write; once it is whole and on the disk it takes the place of `path`.
 
@@ -500,8 +551,9 @@ def replacing(path, mode="w"):
 
 
 def fail(message):
-    """Report bad input in one line on standard error and exit with code 2, as argument parsers do."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    """Report bad input in one line (a machine) on standard error and exit with code 2, as argument parsers do."""
+    if LOCAL_RANK == 0:
+        print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -552,8 +604,8 @@ def check_args(args):
         fail(f"--run-name {args.run_name!r}: expected a name, of letters, digits, spaces and _ . + = -")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs}: expected a multiple of --num-minibatches {args.num_minibatches}")
-    if args.total_timesteps < args.num_envs * args.num_steps:
-        rollout = args.num_envs * args.num_steps
+    rollout = args.num_envs * args.num_steps * WORLD_SIZE
+    if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
     try:
@@ -566,16 +618,22 @@ def main(args):
     """Train as `args` say and return the directory of the run."""
     check_args(args)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", LOCAL_RANK if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    if WORLD_SIZE > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     bfloat16 = args.precision == "bfloat16" or (args.precision == "auto" and has_bfloat16(device))
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
-    num_iterations = math.ceil(args.total_timesteps / batch_size)
+    num_iterations = math.ceil(args.total_timesteps / (batch_size * WORLD_SIZE))
     # Without auxiliary phases no rollout needs to be kept longer than its own iteration.
     n_pi = args.n_pi if args.e_aux > 0 else 1
 
     # Nearly all memory goes to the observations that the buffer keeps, a byte per pixel and colour.
     needed, available = n_pi * batch_size * 64 * 64 * 3, available_memory(device)
+    needed *= LOCAL_WORLD_SIZE if device.type == "cpu" else 1
     if needed > available:
         gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
         fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
@@ -585,11 +643,15 @@ def main(args):
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
+    # Every process has environments and random numbers of its own, but begins with the same parameters.
+    process_seed = (args.seed + 1_000_003 * RANK) % 2**31
+    levels = (args.distribution_mode, args.num_levels, args.start_level)
     envs = RecordEpisodeStatistics(
-        ProcgenVecEnv(args.env_id, args.num_envs, args.seed, args.distribution_mode, args.num_levels, args.start_level),
-        buffer_length=100,
+        ProcgenVecEnv(args.env_id, args.num_envs, process_seed, *levels),
+        buffer_length=math.ceil(100 / WORLD_SIZE),
     )
     agent = Agent(envs.single_action_space.n, args.arch, bfloat16=bfloat16).to(device)
+    torch.manual_seed(process_seed)
     # Adam's moments are kept apart: for the joint or policy steps, for steps of the value function alone
     # (E_V ≠ E_π), and for the auxiliary phase. Parameters without a gradient are skipped.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
@@ -612,7 +674,7 @@ def main(args):
     ]
     aux_value_targets = [torch.zeros(args.num_steps, args.num_envs, device=device) for _ in range(n_pi)]
 
-    reward_stats = initial_reward_stats(args.num_envs)
+    reward_stats = initial_reward_stats(args.num_envs * WORLD_SIZE)
     next_obs, _ = envs.reset()
     next_starts = np.ones(args.num_envs, dtype=bool)
     iteration = global_step = 0
@@ -631,32 +693,36 @@ def main(args):
         except Exception as error:
             problem = str(error).split("\n")[0] or type(error).__name__
             fail(f"--resume {run_path}: expected a checkpoint.pt in format '{CHECKPOINT_FORMAT}' there ({problem})")
+        if (number := len(checkpoint["processes"])) != WORLD_SIZE:
+            fail(f"--resume {run_path}: this run has {number} processes; expected as many, there are {WORLD_SIZE} now")
+        process = checkpoint["processes"][RANK]
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         value_optimizer.load_state_dict(checkpoint["value_optimizer"])
         aux_optimizer.load_state_dict(checkpoint["aux_optimizer"])
-        for buffer, saved in ((aux_obs, checkpoint["aux_obs"]), (aux_value_targets, checkpoint["aux_value_targets"])):
+        for buffer, saved in ((aux_obs, process["aux_obs"]), (aux_value_targets, process["aux_value_targets"])):
             for rollout, saved_rollout in zip(buffer, saved):
                 rollout.copy_(saved_rollout)
-        aux_old_logits = [logits.to(device) for logits in checkpoint["aux_old_logits"]]
+        aux_old_logits = [logits.to(device) for logits in process["aux_old_logits"]]
         aux_means, metrics = checkpoint["aux_means"], checkpoint["metrics"]
         reward_stats = checkpoint["reward_stats"]
-        envs.unwrapped.set_state(checkpoint["envs"])
-        next_obs, next_starts = checkpoint["next_obs"].numpy(), checkpoint["next_starts"].numpy()
-        envs.episode_returns = checkpoint["episode_returns"].numpy()
-        envs.episode_lengths = checkpoint["episode_lengths"].numpy()
-        envs.return_queue.extend(checkpoint["return_queue"])
-        envs.length_queue.extend(checkpoint["length_queue"])
-        envs.episode_count = checkpoint["episode_count"]
-        torch.set_rng_state(checkpoint["rng"])
-        if device.type == "cuda" and "cuda_rng" in checkpoint:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"], device)
+        envs.unwrapped.set_state(process["envs"])
+        next_obs, next_starts = process["next_obs"].numpy(), process["next_starts"].numpy()
+        envs.episode_returns = process["episode_returns"].numpy()
+        envs.episode_lengths = process["episode_lengths"].numpy()
+        envs.return_queue.extend(process["return_queue"])
+        envs.length_queue.extend(process["length_queue"])
+        envs.episode_count = process["episode_count"]
+        torch.set_rng_state(process["rng"])
+        if device.type == "cuda" and "cuda_rng" in process:
+            torch.cuda.set_rng_state(process["cuda_rng"], device)
         iteration, global_step, rows = (checkpoint[name] for name in ("iteration", "global_step", "rows"))
     else:
         run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        run_path = Path(args.run_dir) / run_name
+        run_path = gather(Path(args.run_dir) / run_name)[0]  # its name has a time, and clocks differ
         try:
-            run_path.mkdir(parents=True)
+            if RANK == 0:
+                run_path.mkdir(parents=True)
         except FileExistsError:
             fail(f"--run-name {run_name}: {run_path} exists; expected a new name, or --resume {run_path}")
         except OSError as error:
@@ -675,16 +741,19 @@ def main(args):
         "args": dataclasses.asdict(args) | {"resume": None},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "precision": "bfloat16" if bfloat16 else "float32",
+        "processes": WORLD_SIZE,
         "git_commit": commit,
         "versions": versions,
     }
     try:
-        with replacing(run_path / "config.json") as file:
-            json.dump(config, file, indent=2)
+        if RANK == 0:
+            with replacing(run_path / "config.json") as file:
+                json.dump(config, file, indent=2)
     except OSError as error:
         fail(f"{run_path}: expected a directory that can be written to ({error.strerror})")
     writer = None  # of TensorBoard, from the first row on
-    if args.track:
+    track = args.track and RANK == 0
+    if track:
         import wandb
 
         wandb.init(
@@ -697,7 +766,7 @@ def main(args):
     # One live line on a terminal; elsewhere a line a minute.
     live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
     progress = (tqdm if live else PlainProgress)(
-        total=num_iterations * batch_size,
+        total=num_iterations * batch_size * WORLD_SIZE,
         initial=global_step,
         unit="step",
         unit_scale=True,
@@ -707,6 +776,7 @@ def main(args):
         dynamic_ncols=True,
         bar_format="{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|",
         file=sys.stdout,
+        disable=RANK > 0,
     )
     # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the end of the iteration or
     # auxiliary epoch under way, the second one stops at once.
@@ -718,26 +788,21 @@ def main(args):
         stop_signals.append(signum)
         os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
 
+    def asked_to_stop():
+        """Whether any process got a signal: all learn of it at the same boundary, and stop there together."""
+        signals = [signum for of_process in gather(stop_signals) for signum in of_process]
+        stop_signals[:] = stop_signals or signals[:1]
+        return bool(signals)
+
     handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     def save_checkpoint():
         """Write everything that the rest of the run depends on; returns whether that worked."""
-        filled = n_pi if aux_old_logits else iteration % n_pi  # rollouts in the buffer
-        checkpoint = {
-            "format": CHECKPOINT_FORMAT,
-            "iteration": iteration,
-            "global_step": global_step,
-            "rows": rows,
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "value_optimizer": value_optimizer.state_dict(),
-            "aux_optimizer": aux_optimizer.state_dict(),
-            "aux_obs": aux_obs[:filled],
-            "aux_value_targets": aux_value_targets[:filled],
-            "aux_old_logits": aux_old_logits,
-            "aux_means": aux_means,
-            "metrics": metrics,
-            "reward_stats": reward_stats,
+        checksums = gather(sum(parameter.double().sum().item() for parameter in agent.parameters()))
+        if len(set(checksums)) > 1:
+            sys.exit(f"iteration {iteration}: the processes' parameters differ (sums {checksums}); no checkpoint")
+
+        process = {
             "envs": envs.unwrapped.get_state(),
             "next_obs": torch.from_numpy(next_obs),
             "next_starts": torch.from_numpy(next_starts),
@@ -747,17 +812,44 @@ def main(args):
             "length_queue": [int(episodic_length) for episodic_length in envs.length_queue],
             "episode_count": int(envs.episode_count),
             "rng": torch.get_rng_state(),
+            "aux_obs": [],
+            "aux_value_targets": [],
+            "aux_old_logits": [logits.cpu() for logits in aux_old_logits],
         }
         if device.type == "cuda":
-            checkpoint["cuda_rng"] = torch.cuda.get_rng_state(device)
+            process["cuda_rng"] = torch.cuda.get_rng_state(device)
+        processes = gather(process, everywhere=False)
+        # The rollouts in the buffer travel one by one, because all at once are many gigabytes.
+        for i in range(n_pi if aux_old_logits else iteration % n_pi):
+            rollouts = gather((aux_obs[i].cpu(), aux_value_targets[i].cpu()), everywhere=False)
+            for process, (rollout_obs, rollout_value_targets) in zip(processes, rollouts):
+                process["aux_obs"].append(rollout_obs)
+                process["aux_value_targets"].append(rollout_value_targets)
+
+        checkpoint = {
+            "format": CHECKPOINT_FORMAT,
+            "iteration": iteration,
+            "global_step": global_step,
+            "rows": rows,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "value_optimizer": value_optimizer.state_dict(),
+            "aux_optimizer": aux_optimizer.state_dict(),
+            "aux_means": aux_means,
+            "metrics": metrics,
+            "reward_stats": reward_stats,
+            "processes": processes,
+        }
+        written = True
         try:
-            with replacing(run_path / "checkpoint.pt", "wb") as file:
-                torch.save(checkpoint, file)
+            if RANK == 0:
+                with replacing(run_path / "checkpoint.pt", "wb") as file:
+                    torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             reason = error.__context__ or error  # torch wraps the error of a full disk
             progress.write(f"the checkpoint could not be written, the one before it stays: {reason}", file=sys.stderr)
-            return False
-        return True
+            written = False
+        return all(gather(written))  # no process ends while the first one writes
 
     stopping, saved = False, True
     start_time, start_step = time.time(), global_step
@@ -785,18 +877,22 @@ def main(args):
 
                 next_obs, reward, next_starts, _, _ = envs.step(actions[t].cpu().numpy())
                 rewards[t] = torch.from_numpy(reward)
-                global_step += args.num_envs
-                progress.update(args.num_envs)
+                global_step += args.num_envs * WORLD_SIZE
+                progress.update(args.num_envs * WORLD_SIZE)
             starts[args.num_steps] = torch.from_numpy(next_starts)
             with torch.no_grad():
                 _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
 
-            # Advantages, normalized once over the whole rollout, and value targets.
-            normalized_rewards, reward_stats = normalize_rewards(rewards, starts[:-1].cpu(), reward_stats)
-            advantages = gae(normalized_rewards.to(device), values, starts, args.gamma, args.gae_lambda)
+            # Advantages, normalized once over the whole rollout, and value targets. The rollouts of several processes
+            # count as one: each process normalizes with the statistics of all.
+            own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
+            all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
+            normalized_rewards, reward_stats = normalize_rewards(all_rewards, all_starts, reward_stats)
+            advantages = gae(normalized_rewards[:, own].to(device), values, starts, args.gamma, args.gae_lambda)
             value_targets = advantages + values[:-1]
             aux_value_targets[phase_iteration].copy_(value_targets)
-            advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+            all_advantages, all_value_targets = gather_envs(advantages), gather_envs(value_targets)
+            advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
 
             # Update, on minibatches of whole segments. With E_π = E_V each step improves policy and value
             # function; otherwise first the value function trains, then the policy. Microbatches only save
@@ -837,19 +933,23 @@ def main(args):
                             loss += value_loss
 
                         (loss * weight).backward()
+                    average_gradients(agent)
                     stop_unless_finite(agent, iteration + 1, {"policy_loss": policy_sums[0], "value_loss": value_sum})
                     optimizer_in_use.step()
                     progress.update(0)
 
             # Losses are means over the whole update: the last minibatch alone would be a biased sample.
+            average([policy_sums, value_sum])
             policy_means = policy_sums / (args.e_pi * args.num_minibatches)
             policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
             value_loss = value_sum.item() / (args.e_v * args.num_minibatches)
-            explained_variance = 1 - (value_targets - values[:-1]).var() / value_targets.var()
+            explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
+            episodes = gather((list(envs.return_queue), list(envs.length_queue), int(envs.episode_count)))
+            returns, lengths = (np.concatenate([process[i] for process in episodes]) for i in (0, 1))
             metrics = {
-                "charts/episodic_return": float(np.mean(envs.return_queue)) if envs.return_queue else math.nan,
-                "charts/episodic_length": float(np.mean(envs.length_queue)) if envs.length_queue else math.nan,
-                "charts/episodes": int(envs.episode_count),
+                "charts/episodic_return": float(returns.mean()) if len(returns) else math.nan,
+                "charts/episodic_length": float(lengths.mean()) if len(lengths) else math.nan,
+                "charts/episodes": sum(process[2] for process in episodes),
                 "losses/policy_loss": policy_loss,
                 "losses/value_loss": value_loss,
                 "losses/entropy": entropy,
@@ -874,7 +974,7 @@ def main(args):
                         aux_old_logits.append(logits.unflatten(0, (args.num_steps, args.num_envs)))
                         progress.update(0)
 
-            phase_over, stopping = False, bool(stop_signals)
+            phase_over, stopping = False, asked_to_stop()
             while not phase_over and not stopping:
                 progress.set_description_str(f"auxiliary phase {len(aux_means) + 1}/{args.e_aux}", refresh=False)
                 aux_sums = torch.zeros(3, device=device)
@@ -900,14 +1000,16 @@ def main(args):
                         weight = len(mb_obs) / (len(segments) * args.num_steps)
                         ((joint_loss + value_loss) * weight).backward()
                         aux_sums += len(mb_obs) * torch.stack([aux_value_loss, kl, value_loss]).detach()
+                    average_gradients(agent)
                     stop_unless_finite(agent, iteration + 1, dict(zip(AUX_LOSSES, aux_sums)))
                     aux_optimizer.step()
                     progress.update(0)
 
+                average([aux_sums])
                 aux_means.append((aux_sums / (n_pi * batch_size)).tolist())
                 epoch_kl = aux_means[-1][AUX_LOSSES.index("aux_kl")]
                 too_far = args.aux_kl_limit is not None and epoch_kl > args.aux_kl_limit
-                phase_over, stopping = len(aux_means) == args.e_aux or too_far, bool(stop_signals)
+                phase_over, stopping = len(aux_means) == args.e_aux or too_far, asked_to_stop()
 
             # Stopped on the way: the epochs so far go into the checkpoint, the iteration's row waits for the rest.
             if not phase_over:
@@ -926,20 +1028,21 @@ def main(args):
         rows.append({"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()})
         progress.set_postfix_str(f"return {metrics['charts/episodic_return']:.2f}", refresh=False)
         try:
-            with replacing(run_path / "progress.csv") as file:
-                csv_writer = csv.DictWriter(file, rows[0])
-                csv_writer.writeheader()
-                csv_writer.writerows(rows)
-            writer = writer or SummaryWriter(run_path, purge_step=global_step)
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, global_step)
+            if RANK == 0:
+                with replacing(run_path / "progress.csv") as file:
+                    csv_writer = csv.DictWriter(file, rows[0])
+                    csv_writer.writeheader()
+                    csv_writer.writerows(rows)
+                writer = writer or SummaryWriter(run_path, purge_step=global_step)
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, global_step)
         except OSError as error:
             progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
             writer = None  # its thread ends with its first error
-        if args.track:
+        if track:
             wandb.log(metrics, step=global_step)
 
-        stopping = bool(stop_signals)
+        stopping = asked_to_stop()
         if stopping or iteration == num_iterations or iteration % (args.checkpoint_interval or args.n_pi) == 0:
             saved = save_checkpoint()
 
@@ -948,16 +1051,22 @@ def main(args):
         if writer:
             writer.close()
     envs.close()
-    if args.track:
+    if track:
         wandb.finish()
+    gather(None)  # torchrun ends all processes when one ends: not before this one is done
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     if stopping:
-        command = shlex.join(["python", os.path.relpath(__file__), "--resume", str(run_path)])
+        launcher = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(LOCAL_WORLD_SIZE)]
+        command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(run_path)])
         where = "" if saved else " from the checkpoint before, if there is one"
-        print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
+        if RANK == 0:
+            print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
         sys.exit(128 + stop_signals[0])
-    print(f"{run_path} has {global_step} steps", flush=True)
+    if RANK == 0:
+        print(f"{run_path} has {global_step} steps", flush=True)
     if not saved:
         sys.exit(1)
     return run_path

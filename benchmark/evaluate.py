@@ -26,9 +26,10 @@ import imageio.v3 as imageio
 import numpy as np
 import torch
 import tyro
-from common import fail, load_script
 from scipy.stats import bootstrap
 from tqdm import tqdm
+
+from common import fail, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST_LEVEL = 2**31 - 2  # Procgen draws levels below 2³¹ − 1

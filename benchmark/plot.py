@@ -24,9 +24,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import tyro
-from common import fail
 from matplotlib.ticker import EngFormatter
 from scipy import stats
+
+from common import fail
 
 
 @dataclass
@@ -78,8 +79,8 @@ BOOKKEEPING = ("env_id", "seed", "device", "run_dir", "run_name", "resume", "che
 # fmt: on
 NUM_GAMES = {"easy": 16, "hard": 16, "extreme": 4, "memory": 6, "exploration": 8}  # that have the mode
 WINDOW = 100  # episodes in the mean of progress.csv
-# Runs beyond one a game, from which on the bootstrap's 95 % intervals hold the true mean in 94 % of simulated cases or
-# more; 2 games with 3 seeds: 91 %, a single game with 3 seeds: 76 %.
+# Runs beyond one a game, from which on the bootstrap's 95 % intervals hold the true mean in about 94 % of simulated
+# cases or more. With 2 games and 3 seeds it is 91 %, with a single game and 3 seeds 76 %.
 MIN_EXTRA_RUNS = 8
 FINAL_SHARE = 0.05  # of the steps, over which the final score is the mean
 
@@ -103,11 +104,12 @@ def read_runs(directories):
         for path in paths:
             try:
                 config = json.loads((path / "config.json").read_text())
-                args = {name: config["args"][name] for name in ("env_id", "seed", "distribution_mode", "num_envs")}
-                configs.append({"script": config["script"], "args": config["args"] | args, "path": path})
+                if not {"env_id", "seed", "distribution_mode", "num_envs"} <= config["args"].keys():
+                    raise ValueError("arguments are missing")
+                configs.append({"script": config["script"], "args": config["args"], "path": path})
                 columns = ["global_step", "episodic_return", "episodes"]
                 progress.append(pd.read_csv(path / "progress.csv")[columns].astype(float))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = str(error).split("\n")[0]
                 fail(f"{path}: expected the config.json and progress.csv of a run ({reason})")
 
@@ -356,7 +358,14 @@ def plot_mean_score(table, algos, games, looks, mode, args, rng):
         of_game = np.array([env_id for env_id, _ in keys])
         scores = [normalize(returns[of_game == env_id], env_id, mode) for env_id in games]
         interval = bootstrap_interval(mean_score, [scores], args.resamples, rng)
-        draw(axes, steps, mean_score(scores), *interval, looks[algo], f"{algo} ({len(curves)} runs)")
+        draw(
+            axes,
+            steps,
+            mean_score(scores),
+            *interval,
+            looks[algo],
+            f"{algo} ({len(curves)} {'run' if len(curves) == 1 else 'runs'})",
+        )
     if mode == "hard" and table.global_step.max() > 99e6:
         for (algo, score), linestyle in zip(PUBLISHED_HARD_100M.items(), ("--", ":")):
             axes.axhline(
@@ -504,7 +513,7 @@ def main(args):
     notes += left_out + missing(table, mode)
     extra = table[table.algo.isin(algos) & table.env_id.isin(games)].groupby("algo")[["env_id", "seed"]]
     extra = extra.apply(lambda runs: len(runs.drop_duplicates()) - runs.env_id.nunique())
-    if mode in SCORE_RANGES and len(extra) and 0 < extra.min() < MIN_EXTRA_RUNS:
+    if mode in SCORE_RANGES and any(0 < runs < MIN_EXTRA_RUNS for runs in extra.to_numpy().flat):
         notes.append("few games and seeds: the intervals over games are narrower than 95 % intervals should be")
 
     try:

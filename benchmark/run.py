@@ -26,12 +26,13 @@ from itertools import product
 from pathlib import Path
 
 import tyro
-from common import fail, load_script
 from procgen.env import ENV_NAMES
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+
+from common import fail, load_script
 
 
 @dataclass

@@ -1,6 +1,9 @@
+import multiprocessing.forkserver
+import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 # The scripts lie beside tests/, those of benchmark/ in it, and neither is a package.
@@ -9,3 +12,22 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
 # The networks of the tests are tiny: a second thread would only wait for the first.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def forkserver():
+    """Training processes that `training.start` starts fork from one that has loaded everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        here = Path(__file__).parent
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here.parent), str(here)]))
+        multiprocessing.forkserver.ensure_running()
+        yield
+
+
+@pytest.fixture
+def small_agent_in_an_empty_directory(monkeypatch, tmp_path):
+    from training import SCRIPTS, small_agent
+
+    monkeypatch.chdir(tmp_path)
+    for script in SCRIPTS:
+        monkeypatch.setattr(script, "Agent", small_agent(script))

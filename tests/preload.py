@@ -1,4 +1,4 @@
-"""Imported by the fork server of test_resume.py, so that its processes start with Procgen's images loaded."""
+"""Imported by the fork server of conftest.py, so that its processes start with Procgen's images loaded."""
 
 import torch
 

@@ -1,10 +1,7 @@
 """Nothing is lost: kills, signals, full disks, foreign checkpoints, numbers that are not finite."""
 
 import errno
-import functools
 import math
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -16,7 +13,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 from procgen.env import ENV_NAMES
@@ -24,84 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppg_procgen
 import ppo_procgen
+from training import ROLLOUT, assert_same_end, both_scripts, exit_code, load, rows, start, train
 
-SCRIPTS = [ppo_procgen, ppg_procgen]
-both_scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-
-SIZES = dict(num_envs=2, num_steps=8, num_minibatches=2, checkpoint_interval=1, device="cpu", precision="float32")
-PPG_SIZES = dict(n_pi=3, e_aux=3, aux_minibatch_segments=4)
-ROLLOUT = 2 * 8  # steps
-
-# Processes fork from one that has imported torch and loaded Procgen's images: each starts in a moment.
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["preload"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver():
-    with pytest.MonkeyPatch.context() as patch:
-        here = Path(__file__).parent
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here.parent), str(here)]))
-        multiprocessing.forkserver.ensure_running()
-        yield
-
-
-@pytest.fixture(autouse=True)
-def small_agent_in_an_empty_directory(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for script in SCRIPTS:
-        monkeypatch.setattr(script, "Agent", small_agent(script))
-
-
-def small_agent(script):
-    return functools.partial(script.Agent, channels=(4, 4, 4), features=16)
-
-
-def train(script, **options):
-    """Train in this process: a new run, or with `resume` from the command line, as a user would go on."""
-    if "resume" in options:
-        sys.argv = [script.__file__, *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
-        return script.main(script.parse_args())
-    return script.main(script.Args(**SIZES | (PPG_SIZES if script is ppg_procgen else {}) | options))
-
-
-def train_alone(name, prepare, options):
-    """What a process of its own does: `prepare` sets the scene, then it trains."""
-    script = sys.modules[name]
-    sys.stderr = open("stderr.txt", "w", buffering=1)
-    script.Agent = small_agent(script)
-    if prepare:
-        prepare(script)
-    train(script, **options)
-
-
-def start(script, prepare=None, **options):
-    process = FORKSERVER.Process(target=train_alone, args=(script.__name__, prepare, options))
-    process.start()
-    return process
-
-
-def exit_code(process):
-    process.join(300)
-    assert process.exitcode is not None, "still running after five minutes"
-    return process.exitcode
-
-
-def load(run_path):
-    return torch.load(Path(run_path) / "checkpoint.pt", weights_only=True)
-
-
-def rows(run_path):
-    return pd.read_csv(Path(run_path) / "progress.csv").drop(columns="SPS")
-
-
-def assert_same_end(run_path, other_path):
-    """Every row of progress.csv, its time column aside, and every parameter is the same."""
-    pd.testing.assert_frame_equal(rows(run_path), rows(other_path), check_exact=True)
-    agent, other_agent = load(run_path)["agent"], load(other_path)["agent"]
-    assert agent.keys() == other_agent.keys()
-    assert all(torch.equal(agent[name], other_agent[name]) for name in agent)
-
+pytestmark = pytest.mark.usefixtures("forkserver", "small_agent_in_an_empty_directory")
 
 # Kills
 
@@ -394,7 +315,7 @@ def test_a_file_that_is_no_checkpoint_gets_one_clear_line(script, kind, capsys):
     capsys.readouterr()
     before = Path("runs/run/progress.csv").read_bytes()
     complaint = refused(capsys, script, resume="runs/run", total_timesteps=ROLLOUT * 2)
-    assert "--resume runs/run" in complaint and f"{script.__name__}.py 1" in complaint
+    assert "--resume runs/run" in complaint and f"{script.__name__}.py 2" in complaint
     assert not Path("hacked").exists()
     assert Path("runs/run/progress.csv").read_bytes() == before
 
