@@ -540,6 +540,9 @@ def check_args(args):
         torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < LOCAL_WORLD_SIZE and args.device in ("auto", "cuda"):
+        fail(f"--device {args.device}: expected a GPU for each of {LOCAL_WORLD_SIZE} processes, there are {gpus}")
 
 
 def main(args):

@@ -51,7 +51,7 @@ class Args:
 
 
 # (R_min, R_max) of each game; normalized score = (R − R_min) / (R_max − R_min), where R_min is the return without
-# vision and R_max the best possible or attained. Source: Cobbe et al. 2019, arXiv 1912.01588, appendix C. (The authors'
+# vision and R_max the best possible or attained. Source: Cobbe et al. 2019, arXiv 1912.01588, appendix. (The authors'
 # plotting code has 1 to 10 for jumper and 1.5 to 10 for leaper in easy mode.)
 # fmt: off
 SCORE_RANGES = {
@@ -106,7 +106,8 @@ def read_runs(directories):
                 config = json.loads((path / "config.json").read_text())
                 if not {"env_id", "seed", "distribution_mode", "num_envs"} <= config["args"].keys():
                     raise ValueError("arguments are missing")
-                configs.append({"script": config["script"], "args": config["args"], "path": path})
+                arguments = config["args"] | {"processes": config.get("processes", 1)}
+                configs.append({"script": config["script"], "args": arguments, "path": path})
                 columns = ["global_step", "episodic_return", "episodes"]
                 progress.append(pd.read_csv(path / "progress.csv")[columns].astype(float))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,9 +116,8 @@ def read_runs(directories):
 
     modes = sorted({config["args"]["distribution_mode"] for config in configs})
     if len(modes) > 1:
-        fail(
-            f"{' '.join(map(str, directories))}: expected runs of one distribution mode, these have {', '.join(modes)}"
-        )
+        where = " ".join(map(str, directories))
+        fail(f"{where}: expected runs of one distribution mode, these have {', '.join(modes)}")
 
     tables, seen = [], {}
     for config, rows, algo in zip(configs, progress, labels(configs)):
@@ -225,7 +225,7 @@ def median_score(scores):
 def iqm(scores):
     """Interquartile mean: of all runs of all games together, without the lowest and the highest quarter.
 
-    Source: Agarwal et al. 2021, arXiv 2108.13264, section 4.3.
+    Source: Agarwal et al. 2021, arXiv 2108.13264.
     """
     return stats.trim_mean(np.concatenate(scores), 0.25, axis=0)
 
@@ -233,7 +233,7 @@ def iqm(scores):
 def probability_of_improvement(scores, baseline_scores):
     """Mean over games of the probability that a run scores higher than a run of the baseline; ties count half.
 
-    Source: Agarwal et al. 2021, arXiv 2108.13264, section 4.3 (the Mann-Whitney U statistic over its maximum).
+    Source: Agarwal et al. 2021, arXiv 2108.13264 (the Mann-Whitney U statistic over its maximum).
     """
     wins = []
     for game, baseline in zip(scores, baseline_scores):
@@ -246,8 +246,8 @@ def resample(scores, resamples, rng):
     """Draw runs with replacement within each game: a list of [runs − 1, resamples, ...], one array for each game.
 
     One run fewer than there are: the mean of n draws would vary less than the mean of the n runs does, by the
-    factor (n − 1) / n, which matters at 3 runs. Source: Agarwal et al. 2021, arXiv 2108.13264, section 4.1 for the
-    strata; Hesterberg 2015, arXiv 1411.5279, section 3.2 for the size.
+    factor (n − 1) / n, which matters at 3 runs. Source: Agarwal et al. 2021, arXiv 2108.13264, for the strata;
+    Hesterberg 2015, arXiv 1411.5279, for the size.
     """
     return [game[rng.integers(len(game), size=(len(game) - 1, resamples))] for game in scores]
 
@@ -257,7 +257,7 @@ def bootstrap_interval(statistic, groups, resamples, rng):
 
     The quantiles lie further out than 2.5 % and 97.5 %, as Student's t does with as many degrees of freedom as the
     smallest group has runs beyond one a game: with few runs, plain percentiles are too narrow. Returns low, high;
-    NaN where a game has a single run. Source: Hesterberg 2015, arXiv 1411.5279, section 4.1.1.
+    NaN where a game has a single run. Source: Hesterberg 2015, arXiv 1411.5279.
     """
     if min(len(game) for scores in groups for game in scores) < 2:
         shape = np.shape(statistic(*groups))
@@ -281,11 +281,8 @@ def comparable(table):
     algos = [algo for algo in games.index if len(games[algo]) > most / 2]
     common = sorted(set.intersection(*(games[algo] for algo in algos)))
     others = [algo for algo in games.index if algo not in algos]
-    return (
-        algos,
-        common,
-        [f"{algo}: not among the scores over games, it has {len(games[algo])} of them" for algo in others],
-    )
+    notes = [f"{algo}: not among the scores over games, it has {len(games[algo])} of them" for algo in others]
+    return algos, common, notes
 
 
 def style(algos):
@@ -430,6 +427,7 @@ def markdown(scores, algos, games, mode, horizon, notes):
         for algo in algos:
             rows = over_games[over_games.algo == algo].set_index("metric")
             cells = [f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows.itertuples()]
+            cells = [cell.replace(" [nan, nan]", "") for cell in cells]
             lines.append(f"| {algo} | {rows.runs.iloc[0]} | {' | '.join(cells + [''] * (4 - len(cells)))} |")
         lines.append("")
 
@@ -447,6 +445,7 @@ def markdown(scores, algos, games, mode, horizon, notes):
         rows = per_game[per_game.env_id == env_id].set_index("algo")
         found = [rows.loc[name] if name in rows.index else None for name in names]
         cells = ["" if row is None else f"{row.value:.2f} ± {row['std']:.2f} ({row.runs})" for row in found]
+        cells = [cell.replace(" ± nan", "") for cell in cells]
         lines.append(f"| {env_id} | {' | '.join(cells)} |")
     if notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]

@@ -39,7 +39,7 @@ def test_twenty_kills_at_random_moments_change_nothing(script):
         time.sleep(0.001)
     moments = random.Random(script.__name__)
     for _ in range(20):
-        time.sleep(moments.uniform(0, duration / 20))
+        time.sleep(moments.uniform(0, duration / 40))
         assert process.is_alive(), "the run ended before it was killed twenty times"
         process.kill()
         process.join()
@@ -216,7 +216,7 @@ def test_twenty_signals_at_random_moments_change_nothing():
     for _ in range(20):
         while not Path("listening").exists():
             time.sleep(0.001)
-        time.sleep(moments.uniform(0, duration / 20))
+        time.sleep(moments.uniform(0, duration / 40))
         Path("listening").unlink()
         process.terminate()
         assert exit_code(process) == 128 + signal.SIGTERM
