@@ -1,16 +1,16 @@
 """Phasic Policy Gradient (PPG) on Procgen, in one file.
 
-Policy and value function can share one network, and each then learns from what the other sees;
-but their gradients interfere, and the value function, which bears many more epochs over the same
-data than the policy does, cannot have them. PPG (Cobbe et al. 2020, arXiv 2009.04416) keeps the
-sharing and loses the interference by taking turns:
+When policy and value function share an encoder, each gains from what the other learns; but their
+gradients interfere there, and both must train for equally many epochs, though the value function
+bears many more over the same data. PPG (Cobbe et al. 2020, arXiv 2009.04416) keeps the gain and
+avoids both costs by taking turns:
 
-- the policy phase: N_π iterations of PPO, in which policy and value function have an encoder each
-  (or, with `--arch shared` and `detach`, one for both);
-- the auxiliary phase: E_aux epochs over all rollouts of the policy phase teach the policy's encoder
-  to predict the value targets (advantage estimate + value, as of the rollout), through an auxiliary
-  value head that nobody acts on. A KL penalty holds the policy itself where it was. The value
-  function trains on the same targets for as many epochs.
+- the policy phase: N_π iterations of PPO, each a rollout and an update on it, in which policy and
+  value function have an encoder each (`--arch shared` and `detach`: one for both);
+- the auxiliary phase: E_aux epochs over all N_π rollouts teach the policy's encoder to predict the
+  value targets (advantage estimate + value, as of each rollout), through an auxiliary value head
+  that serves nothing else. A KL penalty holds the policy itself where it was. The value function
+  trains on the same targets for as many epochs: these are the many that it bears.
 
     python ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
     python ppg_procgen.py --help
@@ -20,8 +20,8 @@ sharing and loses the interference by taking turns:
 | `n_pi`          | N_π     | iterations in a policy phase                                      |
 | `e_pi`          | E_π     | epochs of the policy over each rollout                            |
 | `e_v`           | E_V     | epochs of the value function over each rollout                    |
-| `e_aux`         | E_aux   | epochs of an auxiliary phase over all rollouts of its phase       |
-| `beta_clone`    | β_clone | weight of the KL penalty that holds the policy in place meanwhile |
+| `e_aux`         | E_aux   | epochs of an auxiliary phase over the N_π rollouts                |
+| `beta_clone`    | β_clone | weight of the KL penalty that holds the policy in place there     |
 | `gamma`         | γ       | discount                                                          |
 | `gae_lambda`    | λ       | bias-variance trade-off of the advantage estimate                 |
 | `clip_coef`     | ε       | how far the probability ratio may move before clipping            |
@@ -108,7 +108,7 @@ class Args:
     e_pi: int = 1
     """E_π, epochs of the policy over each rollout"""
     e_v: int = 1
-    """E_V, epochs of the value function over each rollout; other than e_pi, it trains before the policy"""
+    """E_V, epochs of the value function over each rollout; if not e_pi, all of them before the policy's"""
     e_aux: int = 6
     """E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase"""
     beta_clone: float = 1.0
@@ -121,7 +121,7 @@ class Args:
     """end an auxiliary phase early once an epoch's mean KL passes this (try 0.02; None: never)"""
     arch: Literal["dual", "shared", "detach"] = "dual"
     """dual: an encoder each for policy and value function; shared: one for both; detach: one for
-    both, which the value function's gradient reaches in the auxiliary phase only"""
+    both, which only the policy trains in the policy phase, and both in the auxiliary phase"""
     clip_coef: float = 0.2
     """ε of the clipped objective; 0 turns clipping off"""
     ent_coef: float = 0.01
@@ -162,6 +162,7 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
+# Of the auxiliary value head; KL(π_old ‖ π); of the value function itself. Each a mean over an auxiliary epoch.
 AUX_LOSSES = ("aux_value_loss", "aux_kl", "aux_true_value_loss")
 CHECKPOINT_FORMAT = f"{Path(__file__).name} 2"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
@@ -332,11 +333,10 @@ class Agent(nn.Module):
 
     def auxiliary(self, observations):
         """uint8 [batch, 64, 64, 3] → logits [batch, num_actions], auxiliary values [batch], values [batch],
-        as the auxiliary phase trains them: logits and auxiliary values from the policy's encoder.
+        as the auxiliary phase trains them.
 
-        Values come from the value encoder, or with one encoder from that one, and with `detach` too
-        their gradient now flows into it, as the paper says. (The authors' code keeps it out in both
-        phases.)
+        Nothing is detached: with one encoder the value function's gradient reaches it, with `detach` too,
+        as the paper says. (The authors' code keeps it out in both phases.)
         """
         features = self.encoder(observations)
         value_features = self.value_encoder(observations) if self.arch == "dual" else features
@@ -613,8 +613,8 @@ def check_args(args):
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
-    if 0 < gpus < LOCAL_WORLD_SIZE and args.device in ("auto", "cuda"):
-        fail(f"--device {args.device}: expected a GPU for each of {LOCAL_WORLD_SIZE} processes, there are {gpus}")
+    if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
+        fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
 
 
 def main(args):
@@ -631,11 +631,11 @@ def main(args):
     minibatch_size = batch_size // args.num_minibatches
     microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
     num_iterations = math.ceil(args.total_timesteps / (batch_size * WORLD_SIZE))
-    # Without auxiliary phases no rollout needs to be kept longer than its own iteration.
+    # Without auxiliary phases every iteration is a phase of its own, and the buffer holds one rollout.
     n_pi = args.n_pi if args.e_aux > 0 else 1
 
     # Nearly all memory goes to the observations that the buffer keeps, a byte per pixel and colour.
-    needed, available = n_pi * batch_size * 64 * 64 * 3, available_memory(device)
+    needed, available = n_pi * batch_size * 64 * 64 * 3, min(gather(available_memory(device)))
     needed *= LOCAL_WORLD_SIZE if device.type == "cpu" else 1
     if needed > available:
         gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
@@ -655,8 +655,9 @@ def main(args):
     )
     agent = Agent(envs.single_action_space.n, args.arch, bfloat16=bfloat16).to(device)
     torch.manual_seed(process_seed)
-    # Adam's moments are kept apart: for the joint or policy steps, for steps of the value function alone
-    # (E_V ≠ E_π), and for the auxiliary phase. Parameters without a gradient are skipped.
+    # An Adam for each kind of step, as their gradients differ in scale: updates (of the policy alone if E_V ≠ E_π),
+    # the value function's own updates if E_V ≠ E_π, and auxiliary steps. Each holds all parameters and skips those
+    # that its loss does not reach, whose gradient is None.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     value_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
@@ -683,7 +684,7 @@ def main(args):
     iteration = global_step = 0
     rows = []  # of progress.csv
     metrics = {}  # of the iteration under way
-    aux_old_logits = []  # π_old of each rollout in the buffer; empty outside an auxiliary phase
+    aux_old_logits = []  # logits of π_old, a tensor a rollout; not empty means: in an auxiliary phase
     aux_means = []  # AUX_LOSSES of each finished epoch of an auxiliary phase
 
     if args.resume:
@@ -791,11 +792,10 @@ def main(args):
         stop_signals.append(signum)
         os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
 
-    def asked_to_stop():
-        """Whether any process got a signal: all learn of it at the same boundary, and stop there together."""
+    def agreed_signal():
+        """The signal that some process got, or None: all learn of it at the same boundary, and stop there together."""
         signals = [signum for of_process in gather(stop_signals) for signum in of_process]
-        stop_signals[:] = stop_signals or signals[:1]
-        return bool(signals)
+        return signals[0] if signals else None
 
     handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
 
@@ -822,12 +822,13 @@ def main(args):
         if device.type == "cuda":
             process["cuda_rng"] = torch.cuda.get_rng_state(device)
         processes = gather(process, everywhere=False)
-        # The rollouts in the buffer travel one by one, because all at once are many gigabytes.
+        # The buffer's rollouts travel one by one: all at once are many gigabytes. In an auxiliary phase the buffer
+        # is full, with `iteration` still at the last of them.
         for i in range(n_pi if aux_old_logits else iteration % n_pi):
             rollouts = gather((aux_obs[i].cpu(), aux_value_targets[i].cpu()), everywhere=False)
-            for process, (rollout_obs, rollout_value_targets) in zip(processes, rollouts):
-                process["aux_obs"].append(rollout_obs)
-                process["aux_value_targets"].append(rollout_value_targets)
+            for of_process, (rollout_obs, rollout_value_targets) in zip(processes, rollouts):
+                of_process["aux_obs"].append(rollout_obs)
+                of_process["aux_value_targets"].append(rollout_value_targets)
 
         checkpoint = {
             "format": CHECKPOINT_FORMAT,
@@ -854,15 +855,14 @@ def main(args):
             written = False
         return all(gather(written))  # no process ends while the first one writes
 
-    stopping, saved = False, True
+    stop_signal, saved = None, True
     start_time, start_step = time.time(), global_step
 
-    while iteration < num_iterations and not stopping:
-        # Policy phase: N_π iterations of PPO, the auxiliary value head left alone. (A run that resumes in
-        # the middle of an auxiliary phase goes straight there.)
-        resumes_in_auxiliary_phase = bool(aux_old_logits)
-        if not resumes_in_auxiliary_phase:
-            phase_iteration = iteration % n_pi
+    while iteration < num_iterations and not stop_signal:
+        # Policy phase: N_π iterations of PPO; the auxiliary value head does not train. (A run that was stopped in
+        # an auxiliary phase has this iteration's rollout and update behind it.)
+        phase_iteration = iteration % n_pi
+        if not aux_old_logits:
             obs = aux_obs[phase_iteration]
 
             # Rollout: num_steps steps in every environment with the current policy.
@@ -959,13 +959,14 @@ def main(args):
                 "losses/approx_kl": approx_kl,
                 "losses/clipfrac": clipfrac,
                 "losses/explained_variance": explained_variance.item(),
+                # For the auxiliary phase to fill in: every row has the same columns.
                 **{f"auxiliary/{name}_{epoch}": math.nan for epoch in ("first", "last") for name in AUX_LOSSES},
                 "auxiliary/aux_epochs": 0,
             }
 
-        # Auxiliary phase, after N_π iterations (fewer at the end of training get none): the policy's
-        # encoder learns to predict the value targets of all their rollouts.
-        if (iteration + 1) % n_pi == 0 and args.e_aux > 0:
+        # Auxiliary phase, after every N_π-th iteration (a policy phase that the end of training cuts short gets
+        # none): the policy's encoder learns to predict the value targets of all its rollouts.
+        if phase_iteration + 1 == n_pi and args.e_aux > 0:
             # π_old(·|s) of all states, the policy as the policy phase left it: the first step below
             # already moves π, and the KL has to hold it to where it was.
             if not aux_old_logits:
@@ -977,8 +978,8 @@ def main(args):
                         aux_old_logits.append(logits.unflatten(0, (args.num_steps, args.num_envs)))
                         progress.update(0)
 
-            phase_over, stopping = False, asked_to_stop()
-            while not phase_over and not stopping:
+            phase_over, stop_signal = False, agreed_signal()
+            while not phase_over and not stop_signal:
                 progress.set_description_str(f"auxiliary phase {len(aux_means) + 1}/{args.e_aux}", refresh=False)
                 aux_sums = torch.zeros(3, device=device)
                 for segments in torch.randperm(n_pi * args.num_envs).split(args.aux_minibatch_segments):
@@ -998,11 +999,11 @@ def main(args):
                         joint_loss, aux_value_loss, kl = auxiliary_objective(
                             aux_values, mb_value_targets, logits, mb_old_logits, args.beta_clone
                         )
-                        value_loss = 0.5 * F.mse_loss(new_values, mb_value_targets)
+                        true_value_loss = 0.5 * F.mse_loss(new_values, mb_value_targets)
 
                         weight = len(mb_obs) / (len(segments) * args.num_steps)
-                        ((joint_loss + value_loss) * weight).backward()
-                        aux_sums += len(mb_obs) * torch.stack([aux_value_loss, kl, value_loss]).detach()
+                        ((joint_loss + true_value_loss) * weight).backward()
+                        aux_sums += len(mb_obs) * torch.stack([aux_value_loss, kl, true_value_loss]).detach()
                     average_gradients(agent)
                     stop_unless_finite(agent, iteration + 1, dict(zip(AUX_LOSSES, aux_sums)))
                     aux_optimizer.step()
@@ -1012,7 +1013,7 @@ def main(args):
                 aux_means.append((aux_sums / (n_pi * batch_size)).tolist())
                 epoch_kl = aux_means[-1][AUX_LOSSES.index("aux_kl")]
                 too_far = args.aux_kl_limit is not None and epoch_kl > args.aux_kl_limit
-                phase_over, stopping = len(aux_means) == args.e_aux or too_far, asked_to_stop()
+                phase_over, stop_signal = len(aux_means) == args.e_aux or too_far, agreed_signal()
 
             # Stopped on the way: the epochs so far go into the checkpoint, the iteration's row waits for the rest.
             if not phase_over:
@@ -1022,7 +1023,7 @@ def main(args):
             for epoch, means in (("first", aux_means[0]), ("last", aux_means[-1])):
                 metrics |= {f"auxiliary/{name}_{epoch}": mean for name, mean in zip(AUX_LOSSES, means)}
             metrics["auxiliary/aux_epochs"] = len(aux_means)
-            # The buffer is empty again: the next phase's rollouts take the place of this one's.
+            # The phase is over: the rollouts of the next one take the place of these in the buffer.
             aux_old_logits, aux_means = [], []
 
         # Log, each row with all rows before it: a disk that was full for a while costs none.
@@ -1045,8 +1046,8 @@ def main(args):
         if track:
             wandb.log(metrics, step=global_step)
 
-        stopping = asked_to_stop()
-        if stopping or iteration == num_iterations or iteration % (args.checkpoint_interval or args.n_pi) == 0:
+        stop_signal = agreed_signal()
+        if stop_signal or iteration == num_iterations or iteration % (args.checkpoint_interval or args.n_pi) == 0:
             saved = save_checkpoint()
 
     progress.close()
@@ -1061,13 +1062,13 @@ def main(args):
         dist.destroy_process_group()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
-    if stopping:
+    if stop_signal and iteration < num_iterations:
         launcher = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(LOCAL_WORLD_SIZE)]
         command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(run_path)])
         where = "" if saved else " from the checkpoint before, if there is one"
         if RANK == 0:
             print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
-        sys.exit(128 + stop_signals[0])
+        sys.exit(128 + stop_signal)
     if RANK == 0:
         print(f"{run_path} has {global_step} steps", flush=True)
     if not saved:

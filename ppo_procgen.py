@@ -5,7 +5,7 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) alternates two steps. It plays `num
 what it saw, for a few epochs, while the clipped objective keeps the new policy close to the one
 that played. Every detail here (network, reward normalization, minibatches of whole segments) is
 the one that Phasic Policy Gradient (Cobbe et al. 2020, arXiv 2009.04416) used for its baseline, so
-`diff ppo_procgen.py ppg_procgen.py` shows what PPG adds and nothing else.
+`diff -w ppo_procgen.py ppg_procgen.py` shows what PPG adds.
 
     python ppo_procgen.py --env-id starpilot
     python ppo_procgen.py --help
@@ -541,8 +541,8 @@ def check_args(args):
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
-    if 0 < gpus < LOCAL_WORLD_SIZE and args.device in ("auto", "cuda"):
-        fail(f"--device {args.device}: expected a GPU for each of {LOCAL_WORLD_SIZE} processes, there are {gpus}")
+    if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
+        fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
 
 
 def main(args):
@@ -561,7 +561,7 @@ def main(args):
     num_iterations = math.ceil(args.total_timesteps / (batch_size * WORLD_SIZE))
 
     # Nearly all memory goes to the observations that the rollout keeps, a byte per pixel and colour.
-    needed, available = batch_size * 64 * 64 * 3, available_memory(device)
+    needed, available = batch_size * 64 * 64 * 3, min(gather(available_memory(device)))
     needed *= LOCAL_WORLD_SIZE if device.type == "cpu" else 1
     if needed > available:
         gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
@@ -697,11 +697,10 @@ def main(args):
         stop_signals.append(signum)
         os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
 
-    def asked_to_stop():
-        """Whether any process got a signal: all learn of it at the same boundary, and stop there together."""
+    def agreed_signal():
+        """The signal that some process got, or None: all learn of it at the same boundary, and stop there together."""
         signals = [signum for of_process in gather(stop_signals) for signum in of_process]
-        stop_signals[:] = stop_signals or signals[:1]
-        return bool(signals)
+        return signals[0] if signals else None
 
     handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
 
@@ -747,10 +746,10 @@ def main(args):
             written = False
         return all(gather(written))  # no process ends while the first one writes
 
-    stopping, saved = False, True
+    stop_signal, saved = None, True
     start_time, start_step = time.time(), global_step
 
-    while iteration < num_iterations and not stopping:
+    while iteration < num_iterations and not stop_signal:
         # Rollout: num_steps steps in every environment with the current policy.
         progress.set_description_str("rollout", refresh=False)
         for t in range(args.num_steps):
@@ -855,8 +854,8 @@ def main(args):
         if track:
             wandb.log(metrics, step=global_step)
 
-        stopping = asked_to_stop()
-        if stopping or iteration == num_iterations or iteration % args.checkpoint_interval == 0:
+        stop_signal = agreed_signal()
+        if stop_signal or iteration == num_iterations or iteration % args.checkpoint_interval == 0:
             saved = save_checkpoint()
 
     progress.close()
@@ -871,13 +870,13 @@ def main(args):
         dist.destroy_process_group()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
-    if stopping:
+    if stop_signal and iteration < num_iterations:
         launcher = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(LOCAL_WORLD_SIZE)]
         command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(run_path)])
         where = "" if saved else " from the checkpoint before, if there is one"
         if RANK == 0:
             print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
-        sys.exit(128 + stop_signals[0])
+        sys.exit(128 + stop_signal)
     if RANK == 0:
         print(f"{run_path} has {global_step} steps", flush=True)
     if not saved:

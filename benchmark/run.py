@@ -238,7 +238,7 @@ def time_left(runs, slots):
     """
     paces = {}
     for run in runs:
-        if "SPS" in run.row and run.state in ("running", "done"):
+        if float(run.row.get("SPS", 0)) > 0 and run.state in ("running", "done"):
             paces.setdefault(run.script, []).append(float(run.row["SPS"]))
     unfinished = [run for run in runs if run.state in ("waiting", "running")]
     if not paces or not unfinished:

@@ -23,6 +23,11 @@ import ppo_procgen
 SIZES = dict(num_envs=2, num_steps=8, num_minibatches=2, total_timesteps=16, device="cpu", precision="float32")
 
 
+@pytest.fixture(autouse=True)
+def called_as_a_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py"])
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A run of each script: PPO on all levels, PPG with one encoder on levels 5 to 7."""
@@ -141,7 +146,7 @@ def test_sampled_actions_come_as_often_as_the_policy_says_and_greedy_ones_are_th
 @pytest.mark.parametrize("name, script", [("ppo", ppo_procgen), ("ppg", ppg_procgen)])
 def test_the_network_that_plays_is_the_one_that_trained(runs, name, script):
     config = evaluate.read_config(runs / name)
-    loaded = evaluate.load_script(evaluate.ROOT / config["script"])
+    loaded = evaluate.load_script(evaluate.ROOT / config["script"], "--script", ("Agent",))
     agent, global_step = evaluate.load_agent(runs / name, config, loaded, torch.device("cpu"))
     checkpoint = torch.load(runs / name / "checkpoint.pt", weights_only=True)
     trained = script.Agent(15, *(["detach"] if name == "ppg" else []))

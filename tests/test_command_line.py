@@ -95,6 +95,7 @@ def runs(tmp_path_factory):
         (path,) = (cwd / "runs").iterdir()
         return SimpleNamespace(script=script, game=game, path=path, cwd=cwd, out=done.stdout, err=done.stderr)
 
+    tmp_path_factory.getbasetemp()  # two threads must not both make it
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(jobs, pool.map(finish, jobs)))
 

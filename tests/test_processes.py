@@ -178,6 +178,29 @@ def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(scr
     assert_same_end("runs/stopped", "runs/whole")
 
 
+def signal_while_a_checkpoint_is_gathered(script):
+    """The second process gets its signal late, when all have agreed to stop because of the first one's."""
+    gather, signalled = script.gather, []
+
+    def gather_and_signal(x, everywhere=True):
+        if script.RANK == 1 and not everywhere and not signalled:
+            signalled.append(os.kill(os.getpid(), signal.SIGTERM))
+        return gather(x, everywhere)
+
+    script.gather = gather_and_signal
+
+
+@both_scripts
+def test_processes_that_are_signalled_one_after_the_other_still_write_their_checkpoint(script):
+    options = dict(total_timesteps=2 * 40 * ROLLOUT, checkpoint_interval=100)
+    processes = start_two(script, signal_while_a_checkpoint_is_gathered, run_name="stopped", **options)
+    while not Path("runs/stopped/progress.csv").exists():
+        time.sleep(0.01)
+    processes[0].terminate()
+    assert exit_codes(processes) == [128 + signal.SIGTERM] * 2
+    assert 0 < load("runs/stopped")["iteration"] < 40
+
+
 @both_scripts
 def test_another_number_of_processes_is_refused_in_one_line(script, capsys):
     assert exit_codes(start_two(script, run_name="run", total_timesteps=2 * ROLLOUT)) == [0, 0]

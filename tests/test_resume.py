@@ -173,6 +173,14 @@ def test_ppo_stops_at_the_next_boundary_too(monkeypatch):
     assert_same_end("runs/stopped", "runs/whole")
 
 
+@both_scripts
+def test_a_signal_in_the_last_iteration_leaves_a_finished_run(monkeypatch, script, capfd):
+    signal_at(monkeypatch, script, "gae", 2, signal.SIGTERM)
+    path = train(script, run_name="run", total_timesteps=ROLLOUT * 2)
+    assert load(path)["iteration"] == 2
+    assert f"{path} has {ROLLOUT * 2} steps" in capfd.readouterr().out
+
+
 def two_signals(script):
     advantages, calls = script.gae, []
 
