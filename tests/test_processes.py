@@ -145,46 +145,56 @@ def test_two_processes_resume_bit_for_bit(script):
     assert_same_end("runs/halted", "runs/whole")
 
 
+def signal_itself(signum, rank, script):
+    """The process of this rank sends itself a signal in the fifth iteration."""
+    advantages, calls = script.gae, []
+
+    def signalling(*args):
+        calls.append(args)
+        if rank == script.RANK and len(calls) == 5:
+            os.kill(os.getpid(), signum)
+        return advantages(*args)
+
+    script.gae = signalling
+
+
 @both_scripts
 def test_a_killed_process_ends_the_others_within_seconds(script):
-    steps = 2 * 40 * ROLLOUT
+    steps = 2 * 8 * ROLLOUT
     assert exit_codes(start_two(script, run_name="whole", total_timesteps=steps)) == [0, 0]
-    first, second = start_two(script, run_name="killed", total_timesteps=steps)
-    while not Path("runs/killed/checkpoint.pt").exists():
-        time.sleep(0.01)
-    second.kill()
+    kill = functools.partial(signal_itself, signal.SIGKILL, 1)
+    first, second = start_two(script, kill, run_name="killed", total_timesteps=steps)
+    assert exit_code(second) == -signal.SIGKILL
     first.join(20)
     assert first.exitcode == 1
     assert "process 0: lost another process, the last checkpoint stays" in Path("stderr0.txt").read_text()
 
-    assert 0 < len(rows("runs/killed")) < 40
+    assert load("runs/killed")["iteration"] == len(rows("runs/killed")) == 4
     assert exit_codes(start_two(script, resume="runs/killed")) == [0, 0]
     assert_same_end("runs/killed", "runs/whole")
 
 
 @both_scripts
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(script, rank):
-    options = dict(total_timesteps=2 * 40 * ROLLOUT, checkpoint_interval=100)
+def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(script):
+    options = dict(total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
     assert exit_codes(start_two(script, run_name="whole", **options)) == [0, 0]
-    processes = start_two(script, run_name="stopped", **options)
-    while not Path("runs/stopped/progress.csv").exists():
-        time.sleep(0.01)
-    os.kill(processes[rank].pid, signal.SIGTERM)
-    assert exit_codes(processes) == [128 + signal.SIGTERM] * 2
-    assert 0 < load("runs/stopped")["iteration"] < 40
+    terminate = functools.partial(signal_itself, signal.SIGTERM, 1)
+    assert exit_codes(start_two(script, terminate, run_name="stopped", **options)) == [128 + signal.SIGTERM] * 2
+    assert load("runs/stopped")["iteration"] == 5
 
     assert exit_codes(start_two(script, resume="runs/stopped")) == [0, 0]
     assert_same_end("runs/stopped", "runs/whole")
 
 
-def signal_while_a_checkpoint_is_gathered(script):
+def signal_the_first_and_then_the_second(script):
     """The second process gets its signal late, when all have agreed to stop because of the first one's."""
-    gather, signalled = script.gather, []
+    signal_itself(signal.SIGTERM, 0, script)
+    gather = script.gather
 
     def gather_and_signal(x, everywhere=True):
-        if script.RANK == 1 and not everywhere and not signalled:
-            signalled.append(os.kill(os.getpid(), signal.SIGTERM))
+        if script.RANK == 1 and not everywhere:
+            os.kill(os.getpid(), signal.SIGTERM)
+            script.gather = gather
         return gather(x, everywhere)
 
     script.gather = gather_and_signal
@@ -192,13 +202,10 @@ def signal_while_a_checkpoint_is_gathered(script):
 
 @both_scripts
 def test_processes_that_are_signalled_one_after_the_other_still_write_their_checkpoint(script):
-    options = dict(total_timesteps=2 * 40 * ROLLOUT, checkpoint_interval=100)
-    processes = start_two(script, signal_while_a_checkpoint_is_gathered, run_name="stopped", **options)
-    while not Path("runs/stopped/progress.csv").exists():
-        time.sleep(0.01)
-    processes[0].terminate()
+    options = dict(run_name="stopped", total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
+    processes = start_two(script, signal_the_first_and_then_the_second, **options)
     assert exit_codes(processes) == [128 + signal.SIGTERM] * 2
-    assert 0 < load("runs/stopped")["iteration"] < 40
+    assert load("runs/stopped")["iteration"] == 5
 
 
 @both_scripts
