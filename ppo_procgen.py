@@ -479,7 +479,7 @@ def replacing(path, mode="w"):
 
 
 def fail(message):
-    """Report bad input in one line (a machine) on standard error and exit with code 2, as argument parsers do."""
+    """Report bad input in one line on standard error, once a machine, and exit with code 2 as argument parsers do."""
     if LOCAL_RANK == 0:
         print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
