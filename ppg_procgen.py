@@ -137,6 +137,8 @@ class Args:
     microbatch_size: int | None = None
     """samples per forward and backward pass; gradients add up to those of the whole minibatch (None: 64 on
     a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
+    compile: bool = False
+    """torch.compile the network: slow to start, faster on a GPU; rounding differs a little"""
     run_dir: str = "runs"
     """directory that holds the runs"""
     run_name: str | None = None
@@ -164,7 +166,7 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
 }
 # Of the auxiliary value head; KL(π_old ‖ π); of the value function itself. Each a mean over an auxiliary epoch.
 AUX_LOSSES = ("aux_value_loss", "aux_kl", "aux_true_value_loss")
-CHECKPOINT_FORMAT = f"{Path(__file__).name} 2"
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 3"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
                      "wandb_entity")
 GAMES_WITH_MODE = {
@@ -479,10 +481,10 @@ def available_memory(device):
 
 def stop_unless_finite(agent, iteration, losses):
     """End the run, before the optimizer's step, on a loss or a gradient that is infinite or no number."""
-    culprits = [name for name, loss in losses.items() if not math.isfinite(loss)]
-    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
-    if not culprits and not math.isfinite(sum(gradient.sum() for gradient in gradients)):
-        culprits = [f"the gradient of {' + '.join(losses)}"]
+    gradient_sum = sum(parameter.grad.sum() for parameter in agent.parameters() if parameter.grad is not None)
+    checked = losses | {f"the gradient of {' + '.join(losses)}": gradient_sum}
+    finite = torch.stack(list(checked.values())).isfinite().tolist()  # waits for a GPU once
+    culprits = [name for name, is_finite in zip(checked, finite) if not is_finite]
     if culprits:
         sys.exit(f"iteration {iteration}: {culprits[0]} is not finite; stopped before the optimizer's step")
 
@@ -608,13 +610,20 @@ def check_args(args):
     if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
+        torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
     if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
         fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
+    if args.compile:
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+        except Exception as error:
+            problem = str(error).split("\n")[0]
+            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
 
 
 def main(args):
@@ -634,11 +643,15 @@ def main(args):
     # Without auxiliary phases every iteration is a phase of its own, and the buffer holds one rollout.
     n_pi = args.n_pi if args.e_aux > 0 else 1
 
-    # Nearly all memory goes to the observations that the buffer keeps, a byte per pixel and colour.
-    needed, available = n_pi * batch_size * 64 * 64 * 3, min(gather(available_memory(device)))
-    needed *= LOCAL_WORLD_SIZE if device.type == "cpu" else 1
+    # Nearly all memory goes to the observations that rollout and buffer keep, a byte per pixel and colour. If a GPU
+    # has no room for both beside the activations, about 4 MB a sample, the buffer lies in the memory of the host.
+    needed, buffer_device = (n_pi + 1) * batch_size * 64 * 64 * 3, device
+    if device.type == "cuda" and needed + 4e6 * microbatch_size > min(gather(available_memory(device))):
+        needed, buffer_device = n_pi * batch_size * 64 * 64 * 3, torch.device("cpu")
+    needed *= LOCAL_WORLD_SIZE if buffer_device.type == "cpu" else 1
+    available = min(gather(available_memory(buffer_device)))
     if needed > available:
-        gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
+        gigabytes = f"{needed / 1e9:.3g} GB of memory on {buffer_device}, and {available / 1e9:.3g} GB are available"
         fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
 
     torch.manual_seed(args.seed)
@@ -655,6 +668,12 @@ def main(args):
     )
     agent = Agent(envs.single_action_space.n, args.arch, bfloat16=bfloat16).to(device)
     torch.manual_seed(process_seed)
+    # Compiled, the small batches of the rollout run as CUDA graphs: the GPU would need less time for its kernels than
+    # the CPU needs to launch them one by one.
+    act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False) if args.compile else agent
+    if args.compile:
+        agent.compile(dynamic=False)
+        agent.auxiliary = torch.compile(agent.auxiliary, dynamic=False)
     # An Adam for each kind of step, as their gradients differ in scale: updates (of the policy alone if E_V ≠ E_π),
     # the value function's own updates if E_V ≠ E_π, and auxiliary steps. Each holds all parameters and skips those
     # that its loss does not reach, whose gradient is None.
@@ -663,20 +682,24 @@ def main(args):
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
 
     # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
-    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards stay
-    # on the CPU, where they come from and are normalized.
-    starts = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
+    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards and
+    # starts stay on the CPU, where they come from and where advantages are computed.
+    obs = torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device)
+    starts = torch.zeros(args.num_steps + 1, args.num_envs)
     actions = torch.zeros(args.num_steps, args.num_envs, dtype=torch.long, device=device)
     logprobs = torch.zeros(args.num_steps, args.num_envs, device=device)
     values = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
     rewards = torch.zeros(args.num_steps, args.num_envs)
+    # Observations travel to a GPU through memory that it can read by itself, while the CPU goes on.
+    upload = torch.zeros(args.num_envs, 64, 64, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    # The buffer of the auxiliary phase: observations and value targets of all N_π iterations. Each
-    # rollout writes its observations into its place there, as bytes: 6.4 GB at the defaults.
+    # The buffer of the auxiliary phase: observations and value targets of all N_π iterations, each a tensor a
+    # rollout with segments in one piece; 6.4 GB at the defaults.
+    shape, pinned = (args.num_envs, args.num_steps), buffer_device != device
     aux_obs = [
-        torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device) for _ in range(n_pi)
+        torch.zeros(*shape, 64, 64, 3, dtype=torch.uint8, device=buffer_device, pin_memory=pinned) for _ in range(n_pi)
     ]
-    aux_value_targets = [torch.zeros(args.num_steps, args.num_envs, device=device) for _ in range(n_pi)]
+    aux_value_targets = [torch.zeros(shape, device=device) for _ in range(n_pi)]
 
     reward_stats = initial_reward_stats(args.num_envs * WORLD_SIZE)
     next_obs, _ = envs.reset()
@@ -863,15 +886,13 @@ def main(args):
         # an auxiliary phase has this iteration's rollout and update behind it.)
         phase_iteration = iteration % n_pi
         if not aux_old_logits:
-            obs = aux_obs[phase_iteration]
-
             # Rollout: num_steps steps in every environment with the current policy.
             progress.set_description_str(f"policy phase {phase_iteration + 1}/{n_pi}, rollout", refresh=False)
             for t in range(args.num_steps):
-                obs[t] = torch.from_numpy(next_obs)
+                obs[t].copy_(upload.copy_(torch.from_numpy(next_obs)), non_blocking=True)
                 starts[t] = torch.from_numpy(next_starts)
                 with torch.no_grad():
-                    logits, values[t] = agent(obs[t])
+                    logits, values[t] = act(obs[t])
                 if not logits.isfinite().all():
                     sys.exit(f"iteration {iteration + 1}: the policy's logits are not finite; stopped in the rollout")
                 policy = Categorical(logits=logits)
@@ -884,18 +905,20 @@ def main(args):
                 progress.update(args.num_envs * WORLD_SIZE)
             starts[args.num_steps] = torch.from_numpy(next_starts)
             with torch.no_grad():
-                _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
+                _, values[args.num_steps] = act(torch.from_numpy(next_obs).to(device))
 
             # Advantages, normalized once over the whole rollout, and value targets. The rollouts of several processes
             # count as one: each process normalizes with the statistics of all.
             own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
             all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
             normalized_rewards, reward_stats = normalize_rewards(all_rewards, all_starts, reward_stats)
-            advantages = gae(normalized_rewards[:, own].to(device), values, starts, args.gamma, args.gae_lambda)
-            value_targets = advantages + values[:-1]
-            aux_value_targets[phase_iteration].copy_(value_targets)
+            advantages = gae(normalized_rewards[:, own], values.cpu(), starts, args.gamma, args.gae_lambda)
+            value_targets = advantages + values[:-1].cpu()
+            aux_obs[phase_iteration].copy_(obs.transpose(0, 1))
+            aux_value_targets[phase_iteration].copy_(value_targets.T)
             all_advantages, all_value_targets = gather_envs(advantages), gather_envs(value_targets)
             advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
+            advantages, value_targets = advantages.to(device), value_targets.to(device)
 
             # Update, on minibatches of whole segments. With E_π = E_V each step improves policy and value
             # function; otherwise first the value function trains, then the policy. Microbatches only save
@@ -974,8 +997,8 @@ def main(args):
                 with torch.no_grad():
                     for rollout_obs in aux_obs:
                         chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
-                        logits = torch.cat([agent(chunk, value=False)[0] for chunk in chunks])
-                        aux_old_logits.append(logits.unflatten(0, (args.num_steps, args.num_envs)))
+                        logits = torch.cat([agent(chunk.to(device), value=False)[0] for chunk in chunks])
+                        aux_old_logits.append(logits.unflatten(0, shape))
                         progress.update(0)
 
             phase_over, stop_signal = False, agreed_signal()
@@ -986,7 +1009,7 @@ def main(args):
                     # A segment's number says which rollout it is of, and which environment.
                     pairs = [divmod(segment, args.num_envs) for segment in segments.tolist()]
                     minibatch = (
-                        torch.cat([buffer[i][:, env] for i, env in pairs])
+                        torch.cat([buffer[i][env].to(device, non_blocking=True) for i, env in pairs])
                         for buffer in (aux_obs, aux_value_targets, aux_old_logits)
                     )
                     microbatches = zip(*(x.split(microbatch_size) for x in minibatch))

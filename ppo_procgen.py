@@ -111,6 +111,8 @@ class Args:
     microbatch_size: int | None = None
     """samples per forward and backward pass; gradients add up to those of the whole minibatch (None: 64 on
     a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
+    compile: bool = False
+    """torch.compile the network: slow to start, faster on a GPU; rounding differs a little"""
     run_dir: str = "runs"
     """directory that holds the runs"""
     run_name: str | None = None
@@ -135,7 +137,7 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
-CHECKPOINT_FORMAT = f"{Path(__file__).name} 2"
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 3"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
                      "wandb_entity")
 GAMES_WITH_MODE = {
@@ -407,10 +409,10 @@ def available_memory(device):
 
 def stop_unless_finite(agent, iteration, losses):
     """End the run, before the optimizer's step, on a loss or a gradient that is infinite or no number."""
-    culprits = [name for name, loss in losses.items() if not math.isfinite(loss)]
-    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
-    if not culprits and not math.isfinite(sum(gradient.sum() for gradient in gradients)):
-        culprits = [f"the gradient of {' + '.join(losses)}"]
+    gradient_sum = sum(parameter.grad.sum() for parameter in agent.parameters() if parameter.grad is not None)
+    checked = losses | {f"the gradient of {' + '.join(losses)}": gradient_sum}
+    finite = torch.stack(list(checked.values())).isfinite().tolist()  # waits for a GPU once
+    culprits = [name for name, is_finite in zip(checked, finite) if not is_finite]
     if culprits:
         sys.exit(f"iteration {iteration}: {culprits[0]} is not finite; stopped before the optimizer's step")
 
@@ -536,13 +538,20 @@ def check_args(args):
     if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
+        torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
     if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
         fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
+    if args.compile:
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+        except Exception as error:
+            problem = str(error).split("\n")[0]
+            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
 
 
 def main(args):
@@ -581,17 +590,24 @@ def main(args):
     )
     agent = Agent(envs.single_action_space.n, bfloat16=bfloat16).to(device)
     torch.manual_seed(process_seed)
+    # Compiled, the small batches of the rollout run as CUDA graphs: the GPU would need less time for its kernels than
+    # the CPU needs to launch them one by one.
+    act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False) if args.compile else agent
+    if args.compile:
+        agent.compile(dynamic=False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
     # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
-    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards stay
-    # on the CPU, where they come from and are normalized.
+    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards and
+    # starts stay on the CPU, where they come from and where advantages are computed.
     obs = torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device)
-    starts = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
+    starts = torch.zeros(args.num_steps + 1, args.num_envs)
     actions = torch.zeros(args.num_steps, args.num_envs, dtype=torch.long, device=device)
     logprobs = torch.zeros(args.num_steps, args.num_envs, device=device)
     values = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
     rewards = torch.zeros(args.num_steps, args.num_envs)
+    # Observations travel to a GPU through memory that it can read by itself, while the CPU goes on.
+    upload = torch.zeros(args.num_envs, 64, 64, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     reward_stats = initial_reward_stats(args.num_envs * WORLD_SIZE)
     next_obs, _ = envs.reset()
@@ -753,10 +769,10 @@ def main(args):
         # Rollout: num_steps steps in every environment with the current policy.
         progress.set_description_str("rollout", refresh=False)
         for t in range(args.num_steps):
-            obs[t] = torch.from_numpy(next_obs)
+            obs[t].copy_(upload.copy_(torch.from_numpy(next_obs)), non_blocking=True)
             starts[t] = torch.from_numpy(next_starts)
             with torch.no_grad():
-                logits, values[t] = agent(obs[t])
+                logits, values[t] = act(obs[t])
             if not logits.isfinite().all():
                 sys.exit(f"iteration {iteration + 1}: the policy's logits are not finite; stopped in the rollout")
             policy = Categorical(logits=logits)
@@ -769,17 +785,18 @@ def main(args):
             progress.update(args.num_envs * WORLD_SIZE)
         starts[args.num_steps] = torch.from_numpy(next_starts)
         with torch.no_grad():
-            _, values[args.num_steps] = agent(torch.from_numpy(next_obs).to(device))
+            _, values[args.num_steps] = act(torch.from_numpy(next_obs).to(device))
 
         # Advantages, normalized once over the whole rollout, and value targets. The rollouts of several processes
         # count as one: each process normalizes with the statistics of all.
         own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
         all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
         normalized_rewards, reward_stats = normalize_rewards(all_rewards, all_starts, reward_stats)
-        advantages = gae(normalized_rewards[:, own].to(device), values, starts, args.gamma, args.gae_lambda)
-        value_targets = advantages + values[:-1]
+        advantages = gae(normalized_rewards[:, own], values.cpu(), starts, args.gamma, args.gae_lambda)
+        value_targets = advantages + values[:-1].cpu()
         all_advantages, all_value_targets = gather_envs(advantages), gather_envs(value_targets)
         advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
+        advantages, value_targets = advantages.to(device), value_targets.to(device)
 
         # Update: policy and value function learn together, on minibatches of whole segments. Microbatches
         # only save memory and time: their weighted gradients add up to those of the minibatch.
