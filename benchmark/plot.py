@@ -75,7 +75,7 @@ STYLES = [("#0072B2", "-"), ("#E69F00", "--"), ("#000000", ":"), ("#CC79A7", "-.
           ("#D55E00", (0, (1, 1))), ("#56B4E9", (0, (8, 2)))]
 # Arguments that say where, when or how fast a run ran, but not what it learned.
 BOOKKEEPING = ("env_id", "seed", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
-               "wandb_project_name", "wandb_entity", "total_timesteps", "microbatch_size")
+               "wandb_project_name", "wandb_entity", "total_timesteps", "microbatch_size", "compile")
 # fmt: on
 NUM_GAMES = {"easy": 16, "hard": 16, "extreme": 4, "memory": 6, "exploration": 8}  # that have the mode
 WINDOW = 100  # episodes in the mean of progress.csv

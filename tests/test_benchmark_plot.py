@@ -318,6 +318,7 @@ def test_normalized_scores_by_hand():
 def test_runs_that_differ_in_bookkeeping_only_share_a_label():
     changes = dict(seed=7, env_id="coinrun", device="cuda", run_dir="x", run_name="y", total_timesteps=9, track=True)
     changes |= dict(checkpoint_interval=3, resume="z", wandb_entity="w", wandb_project_name="v", microbatch_size=8)
+    changes |= dict(compile=True)
     assert set(changes) == set(plot.BOOKKEEPING)
     configs = [config(**{name: value}) for name, value in changes.items()]
     assert set(plot.labels(configs)) == {"PPO"}

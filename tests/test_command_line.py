@@ -325,6 +325,20 @@ def test_what_cannot_work_is_refused_before_anything_is_written(refuse, script, 
     assert all(part in message for part in parts), message
 
 
+def test_compiling_without_a_compiler_is_refused_before_anything_is_written(tmp_path):
+    caches = tmp_path / "caches"
+    process = run(
+        command(ppg_procgen, **TINY, total_timesteps=64, compile=True),
+        tmp_path,
+        CXX="missing",
+        TORCHINDUCTOR_CACHE_DIR=str(caches),
+    )
+    assert process.returncode == 2 and process.stdout == b""
+    message = process.stderr.decode()
+    assert re.fullmatch(r"ppg_procgen\.py: error: --compile: expected a C\+\+ compiler [^\n]*missing[^\n]*\n", message)
+    assert {path.name for path in tmp_path.iterdir()} <= {caches.name}
+
+
 @both_scripts
 def test_a_run_never_overwrites_another(refuse, tmp_path, script):
     (tmp_path / "runs" / "mine").mkdir(parents=True)

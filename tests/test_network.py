@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import ppg_procgen
 import ppo_procgen
+from training import ROLLOUT, assert_same_end, train
 
 AGENTS = {
     "ppo": lambda **options: ppo_procgen.Agent(15, **options),
@@ -206,3 +207,21 @@ def test_parameters_and_gradients_stay_float32_with_bfloat16(make_agent):
     (logits.square().sum() + values.square().sum()).backward()
     assert {parameter.dtype for parameter in agent.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in agent.encoder.parameters()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("small_agent_in_an_empty_directory")
+def test_compiled_training_runs_every_pass_from_a_graph_and_computes_the_same(monkeypatch):
+    # Graphs are recorded as ever, and then run as they are: a compiler would take minutes.
+    compile, graphs = torch.compile, []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    run_path = train(ppg_procgen, total_timesteps=3 * ROLLOUT)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=record, dynamic=False))
+    compiled_path = train(ppg_procgen, total_timesteps=3 * ROLLOUT, run_name="compiled", compile=True)
+
+    # check_args, the rollout, the update, π_old, auxiliary minibatches of 4 and of the remaining 2 segments
+    assert len(graphs) == 6
+    assert_same_end(compiled_path, run_path)

@@ -1,0 +1,283 @@
+"""How fast the scripts train on this machine, and how near that is to the limit: the network's own arithmetic.
+
+    python benchmark/throughput.py
+    python benchmark/throughput.py --precisions float32 bfloat16 --microbatch-sizes 512 1024 2048   # on a GPU
+
+Each configuration (script, precision, compiled or not) is measured in a process of its own:
+
+- the script trains two phases at its defaults, shortened: rollouts are `num_steps` long and a phase of PPG is one
+  iteration, while samples per minibatch, epochs and the work per environment step stay as they are. The first phase
+  warms up, the second one counts: environment steps per second, the share of time in each part, and the peak of
+  the memory beyond the buffer of observations;
+- the same network alone, on random observations: forward at `num_envs` (inference), forward and backward at the
+  fastest microbatch (training).
+
+The limit is the time in which the network alone would do the passes of one environment step: for PPO one of
+inference and `update_epochs` of training. Efficiency is this limit over the time that the script takes; above 1 means
+that the machine's speed varied in between. Memory is the peak of the run, plus what full rollouts and a full buffer
+would take. The table is printed and saved as OUT.md, with more columns as OUT.csv.
+"""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from tqdm import tqdm
+
+from common import fail, load_script
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = ("Args", "Agent", "ProcgenVecEnv", "PlainProgress", "has_bfloat16", "main")
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = (str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py"))
+    """training scripts to measure"""
+    env_id: str = "starpilot"
+    """the Procgen game"""
+    num_envs: int = 64
+    """environments that step side by side"""
+    num_steps: int = 64
+    """length of the shortened rollouts, a divisor of 256; 256 is the scripts' default"""
+    precisions: tuple[Literal["float32", "bfloat16"], ...] = ()
+    """precisions to measure (none named: float32, and bfloat16 where the hardware has it)"""
+    compile: Literal["off", "on", "both"] = "both"
+    """whether the scripts train with --compile"""
+    microbatch_sizes: tuple[int, ...] = ()
+    """samples per pass to try for the network alone (none named: 32 to 256 on a CPU, 256 to 2048 on a GPU); the
+    script trains with the fastest"""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
+    out: str = "throughput"
+    """the table's files, without their endings"""
+
+
+class PhaseClock(tqdm):
+    """A progress line that shows nothing and adds up the time between the descriptions that the script gives it."""
+
+    seconds = Counter()  # by part: rollout, update, auxiliary
+    started = None  # the part under way, and since when
+    rollouts = 0  # begun so far
+
+    @classmethod
+    def reset(cls):
+        cls.seconds, cls.started, cls.rollouts = Counter(), None, 0
+
+    def set_description_str(self, desc=None, refresh=True):
+        part = next(part for part in ("rollout", "update", "auxiliary") if part in desc)
+        self.stop()
+        PhaseClock.rollouts += part == "rollout"
+        if PhaseClock.rollouts == 1:  # warms up
+            return
+        PhaseClock.started = part, time.perf_counter()
+
+    @classmethod
+    def stop(cls):
+        if cls.started:
+            part, since = cls.started
+            cls.seconds[part] += time.perf_counter() - since
+            cls.started = None
+
+    def close(self):
+        self.stop()
+
+    def display(self, msg=None, pos=None):
+        pass
+
+
+def rate(compute, samples, device, seconds=2.0):
+    """Samples per second of `compute`, which handles `samples` at once: the median over repetitions."""
+    durations = []
+    compute()
+    while sum(durations) < seconds or len(durations) < 3:
+        start = time.perf_counter()
+        compute()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        durations.append(time.perf_counter() - start)
+    return samples / statistics.median(durations)
+
+
+def environment_rate(args):
+    """Steps per second of the environment alone, with random actions."""
+    script = load_script(Path(args.scripts[0]), "--scripts", NEEDED)
+    envs = script.ProcgenVecEnv(args.env_id, args.num_envs)
+    envs.reset()
+    actions = np.random.default_rng(0).integers(15, size=args.num_envs)
+    steps_per_second = rate(lambda: envs.step(actions), args.num_envs, torch.device("cpu"))
+    envs.close()
+    return steps_per_second
+
+
+def network_rates(script, args, precision, compiled, device, microbatch_sizes):
+    """Samples per second of the script's network alone: (inference, training, the fastest microbatch)."""
+    agent = script.Agent(15, bfloat16=precision == "bfloat16").to(device)
+    act = agent
+    if compiled:
+        act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False)
+        agent.compile(dynamic=False)
+
+    def observations(number):
+        return torch.randint(0, 256, (number, 64, 64, 3), dtype=torch.uint8, device=device)
+
+    def train(microbatch):
+        logits, values = agent(microbatch)
+        (logits.sum() + values.sum()).backward()
+
+    to_play = observations(args.num_envs)
+    with torch.no_grad():
+        inference = rate(lambda: act(to_play), args.num_envs, device)
+    training = {size: rate(partial(train, observations(size)), size, device) for size in microbatch_sizes}
+    best = max(training, key=training.get)
+    return inference, training[best], best
+
+
+def shortened(default, args):
+    """Arguments for two phases of shorter rollouts, with as many samples a minibatch and epochs as `default`."""
+    factor = default.num_steps // args.num_steps
+    changes = dict(num_minibatches=max(1, default.num_minibatches // factor))
+    if hasattr(default, "n_pi"):
+        changes |= dict(n_pi=1, aux_minibatch_segments=min(args.num_envs, default.aux_minibatch_segments * factor))
+    return dataclasses.replace(
+        default,
+        env_id=args.env_id,
+        num_envs=args.num_envs,
+        num_steps=args.num_steps,
+        total_timesteps=2 * args.num_envs * args.num_steps,
+        checkpoint_interval=2,
+        device=args.device,
+        **changes,
+    )
+
+
+def measure(args, path, precision, compiled):
+    """One line of the table: train with the script, then run its network alone. Runs in a process of its own."""
+    script = load_script(Path(path), "--scripts", NEEDED)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    microbatch_sizes = args.microbatch_sizes or ((32, 64, 128, 256) if device.type == "cpu" else (256, 512, 1024, 2048))
+
+    script.tqdm = script.PlainProgress = PhaseClock
+    PhaseClock.reset()
+    default = script.Args()
+    train_args = dataclasses.replace(shortened(default, args), precision=precision, compile=compiled)
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
+        script.main(dataclasses.replace(train_args, run_dir=directory))
+    rollout = args.num_envs * args.num_steps
+    seconds = {part: PhaseClock.seconds[part] / rollout for part in ("rollout", "update", "auxiliary")}
+
+    # In place of the observations that this run held, those of full rollouts and a full buffer.
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    is_ppg = hasattr(default, "n_pi")
+    held, full = (1 + is_ppg) * rollout, (1 + (default.n_pi if is_ppg else 0)) * args.num_envs * default.num_steps
+    peak += (full - held) * 64 * 64 * 3
+
+    inference, training, best = network_rates(script, args, precision, compiled, device, microbatch_sizes)
+    passes = default.e_pi + default.e_aux if is_ppg else default.update_epochs
+    limit = 1 / inference + passes / training
+    return {
+        "script": Path(path).stem,
+        "precision": precision,
+        "compiled": "yes" if compiled else "no",
+        "steps/s": 1 / sum(seconds.values()),
+        **{f"{part} %": 100 * spent / sum(seconds.values()) for part, spent in seconds.items()},
+        "limit, steps/s": 1 / limit,
+        "efficiency": limit / sum(seconds.values()),
+        "memory, GB": peak / 1e9,
+        "inference, samples/s": inference,
+        "training, samples/s": training,
+        "best microbatch": best,
+    }
+
+
+def processor():
+    """The processor's name, as far as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def markdown(table):
+    """The table in Markdown: shares as whole percent, rates in three digits."""
+
+    def cell(name, value):
+        if isinstance(value, str):
+            return value
+        if name.endswith("%"):
+            return f"{value:.0f}"
+        return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
+
+    lines = [table.columns, ["---"] * len(table.columns)]
+    lines += [[cell(name, row[name]) for name in table.columns] for row in table.to_dict("records")]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def alone(function, *arguments):
+    """Call the function in a fresh process: memory is counted from zero, and nothing is compiled yet."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(function, *arguments).result()
+
+
+def main(args):
+    """Measure what `args` name, print the table and save it; returns it."""
+    if args.num_steps < 1 or 256 % args.num_steps:
+        fail(f"--num-steps {args.num_steps}: expected a divisor of 256")
+    if args.num_envs < 8 or args.num_envs % 8:
+        fail(f"--num-envs {args.num_envs}: expected a multiple of the scripts' 8 minibatches")
+    if args.microbatch_sizes and min(args.microbatch_sizes) < 1:
+        fail(f"--microbatch-sizes {min(args.microbatch_sizes)}: expected 1 or more")
+    out = Path(args.out)
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        fail(f"--out {args.out}: expected a name in a directory that can be written to")
+    scripts = [load_script(Path(path), "--scripts", NEEDED) for path in args.scripts]
+    if not scripts:
+        fail("--scripts: expected at least one training script, and none is named")
+    scripts[0].check_args(scripts[0].Args(env_id=args.env_id, device=args.device, num_envs=args.num_envs))
+
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    precisions = args.precisions or ("float32", *["bfloat16"] * scripts[0].has_bfloat16(device))
+    compiled = {"off": (False,), "on": (True,), "both": (False, True)}[args.compile]
+    configurations = list(itertools.product(args.scripts, precisions, compiled))
+
+    table = pd.DataFrame([alone(measure, args, *configuration) for configuration in tqdm(configurations)])
+
+    machine = f"{processor()}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device)}, {machine}"
+    environment = alone(environment_rate, args)
+    head = (
+        f"{machine}; torch {torch.__version__}; {args.env_id}, {args.num_envs} environments\n\n"
+        f"The environment alone, with random actions: {environment:,.0f} steps/s.\n\n"
+    )
+    text = head + markdown(table)
+    print(text, end="")
+    Path(f"{out}.md").write_text(text)
+    table.to_csv(f"{out}.csv", index=False)
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__.split("\n")[0]))
