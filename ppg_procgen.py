@@ -610,20 +610,13 @@ def check_args(args):
     if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
-        torch.zeros(1, device=device).cpu()
+        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
     if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
         fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
-    if args.compile:
-        try:
-            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
-        except Exception as error:
-            problem = str(error).split("\n")[0]
-            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
 
 
 def main(args):
@@ -633,6 +626,12 @@ def main(args):
     if device.type == "cuda":
         device = torch.device("cuda", LOCAL_RANK if device.index is None else device.index)
         torch.cuda.set_device(device)
+    if args.compile:
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+        except Exception as error:
+            problem = str(error).split("\n")[0]
+            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
     if WORLD_SIZE > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     bfloat16 = args.precision == "bfloat16" or (args.precision == "auto" and has_bfloat16(device))
@@ -644,15 +643,16 @@ def main(args):
     n_pi = args.n_pi if args.e_aux > 0 else 1
 
     # Nearly all memory goes to the observations that rollout and buffer keep, a byte per pixel and colour. If a GPU
-    # has no room for both beside the activations, about 4 MB a sample, the buffer lies in the memory of the host.
+    # has no room for both beside the activations, about 3 MB a sample, the buffer lies in the memory of the host,
+    # pinned (a GPU reads it by itself), and pinned memory comes in powers of two.
     needed, buffer_device = (n_pi + 1) * batch_size * 64 * 64 * 3, device
-    if device.type == "cuda" and needed + 4e6 * microbatch_size > min(gather(available_memory(device))):
-        needed, buffer_device = n_pi * batch_size * 64 * 64 * 3, torch.device("cpu")
+    if device.type == "cuda" and needed + 3e6 * microbatch_size > min(gather(available_memory(device))):
+        needed, buffer_device = n_pi * 2 ** math.ceil(math.log2(batch_size * 64 * 64 * 3)), torch.device("cpu")
     needed *= LOCAL_WORLD_SIZE if buffer_device.type == "cpu" else 1
     available = min(gather(available_memory(buffer_device)))
     if needed > available:
         gigabytes = f"{needed / 1e9:.3g} GB of memory on {buffer_device}, and {available / 1e9:.3g} GB are available"
-        fail(f"the buffer needs {gigabytes}; lower --num-envs, --num-steps or --n-pi")
+        fail(f"rollout and buffer need {gigabytes}; lower --num-envs, --num-steps or --n-pi")
 
     torch.manual_seed(args.seed)
     torch.distributions.Distribution.set_default_validate_args(False)  # `stop_unless_finite` says more
@@ -695,11 +695,12 @@ def main(args):
 
     # The buffer of the auxiliary phase: observations and value targets of all N_π iterations, each a tensor a
     # rollout with segments in one piece; 6.4 GB at the defaults.
-    shape, pinned = (args.num_envs, args.num_steps), buffer_device != device
+    segments_shape, pinned = (args.num_envs, args.num_steps), buffer_device != device
     aux_obs = [
-        torch.zeros(*shape, 64, 64, 3, dtype=torch.uint8, device=buffer_device, pin_memory=pinned) for _ in range(n_pi)
+        torch.zeros(*segments_shape, 64, 64, 3, dtype=torch.uint8, device=buffer_device, pin_memory=pinned)
+        for _ in range(n_pi)
     ]
-    aux_value_targets = [torch.zeros(shape, device=device) for _ in range(n_pi)]
+    aux_value_targets = [torch.zeros(segments_shape, device=device) for _ in range(n_pi)]
 
     reward_stats = initial_reward_stats(args.num_envs * WORLD_SIZE)
     next_obs, _ = envs.reset()
@@ -998,7 +999,7 @@ def main(args):
                     for rollout_obs in aux_obs:
                         chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
                         logits = torch.cat([agent(chunk.to(device), value=False)[0] for chunk in chunks])
-                        aux_old_logits.append(logits.unflatten(0, shape))
+                        aux_old_logits.append(logits.unflatten(0, segments_shape))
                         progress.update(0)
 
             phase_over, stop_signal = False, agreed_signal()

@@ -538,20 +538,13 @@ def check_args(args):
     if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
-        torch.zeros(1, device=device).cpu()
+        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
     if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
         fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
-    if args.compile:
-        try:
-            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
-        except Exception as error:
-            problem = str(error).split("\n")[0]
-            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
 
 
 def main(args):
@@ -561,6 +554,12 @@ def main(args):
     if device.type == "cuda":
         device = torch.device("cuda", LOCAL_RANK if device.index is None else device.index)
         torch.cuda.set_device(device)
+    if args.compile:
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+        except Exception as error:
+            problem = str(error).split("\n")[0]
+            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
     if WORLD_SIZE > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     bfloat16 = args.precision == "bfloat16" or (args.precision == "auto" and has_bfloat16(device))
@@ -574,7 +573,7 @@ def main(args):
     needed *= LOCAL_WORLD_SIZE if device.type == "cpu" else 1
     if needed > available:
         gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
-        fail(f"the buffer needs {gigabytes}; lower --num-envs or --num-steps")
+        fail(f"the rollout needs {gigabytes}; lower --num-envs or --num-steps")
 
     torch.manual_seed(args.seed)
     torch.distributions.Distribution.set_default_validate_args(False)  # `stop_unless_finite` says more

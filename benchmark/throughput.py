@@ -1,7 +1,7 @@
 """How fast the scripts train on this machine, and how near that is to the limit: the network's own arithmetic.
 
     python benchmark/throughput.py
-    python benchmark/throughput.py --precisions float32 bfloat16 --microbatch-sizes 512 1024 2048   # on a GPU
+    python benchmark/throughput.py --num-steps 256   # on a GPU
 
 Each configuration (script, precision, compiled or not) is measured in a process of its own:
 
@@ -13,9 +13,10 @@ Each configuration (script, precision, compiled or not) is measured in a process
   fastest microbatch (training).
 
 The limit is the time in which the network alone would do the passes of one environment step: for PPO one of
-inference and `update_epochs` of training. Efficiency is this limit over the time that the script takes; above 1 means
-that the machine's speed varied in between. Memory is the peak of the run, plus what full rollouts and a full buffer
-would take. The table is printed and saved as OUT.md, with more columns as OUT.csv.
+inference and `update_epochs` of training, for PPG one of inference and `e_pi + e_aux` of training (π_old's pass, of one
+encoder, is left out). Efficiency is this limit over the time that the script takes; above 1 means that the machine's
+speed varied in between. Memory is the peak of the run, plus what full rollouts and a full buffer
+would take. The table is printed, and saved as OUT.md and OUT.csv after each line.
 """
 
 import contextlib
@@ -63,8 +64,9 @@ class Args:
     compile: Literal["off", "on", "both"] = "both"
     """whether the scripts train with --compile"""
     microbatch_sizes: tuple[int, ...] = ()
-    """samples per pass to try for the network alone (none named: 32 to 256 on a CPU, 256 to 2048 on a GPU); the
-    script trains with the fastest"""
+    """samples per pass to try for the network alone (none named: 32 to 256 on a CPU, 256 to 2048 on a GPU)"""
+    microbatch_size: int | None = None
+    """samples per pass of the scripts (None: their default)"""
     device: str = "auto"
     """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
     out: str = "throughput"
@@ -96,6 +98,9 @@ class PhaseClock(tqdm):
             part, since = cls.started
             cls.seconds[part] += time.perf_counter() - since
             cls.started = None
+
+    def set_postfix_str(self, s="", refresh=True):
+        self.stop()  # the iteration is over; its checkpoint is due to the end of this short run
 
     def close(self):
         self.stop()
@@ -130,6 +135,7 @@ def environment_rate(args):
 
 def network_rates(script, args, precision, compiled, device, microbatch_sizes):
     """Samples per second of the script's network alone: (inference, training, the fastest microbatch)."""
+    torch.compiler.reset()  # what the script compiled counts toward a limit
     agent = script.Agent(15, bfloat16=precision == "bfloat16").to(device)
     act = agent
     if compiled:
@@ -146,7 +152,10 @@ def network_rates(script, args, precision, compiled, device, microbatch_sizes):
     to_play = observations(args.num_envs)
     with torch.no_grad():
         inference = rate(lambda: act(to_play), args.num_envs, device)
-    training = {size: rate(partial(train, observations(size)), size, device) for size in microbatch_sizes}
+    training = {}
+    for size in microbatch_sizes:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            training[size] = rate(partial(train, observations(size)), size, device)
     best = max(training, key=training.get)
     return inference, training[best], best
 
@@ -165,6 +174,7 @@ def shortened(default, args):
         total_timesteps=2 * args.num_envs * args.num_steps,
         checkpoint_interval=2,
         device=args.device,
+        microbatch_size=args.microbatch_size,
         **changes,
     )
 
@@ -186,7 +196,7 @@ def measure(args, path, precision, compiled):
 
     # In place of the observations that this run held, those of full rollouts and a full buffer.
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_reserved(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
     is_ppg = hasattr(default, "n_pi")
@@ -255,14 +265,13 @@ def main(args):
     scripts = [load_script(Path(path), "--scripts", NEEDED) for path in args.scripts]
     if not scripts:
         fail("--scripts: expected at least one training script, and none is named")
-    scripts[0].check_args(scripts[0].Args(env_id=args.env_id, device=args.device, num_envs=args.num_envs))
+    options = dict(env_id=args.env_id, device=args.device, num_envs=args.num_envs, microbatch_size=args.microbatch_size)
+    scripts[0].check_args(scripts[0].Args(**options))
 
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     precisions = args.precisions or ("float32", *["bfloat16"] * scripts[0].has_bfloat16(device))
     compiled = {"off": (False,), "on": (True,), "both": (False, True)}[args.compile]
     configurations = list(itertools.product(args.scripts, precisions, compiled))
-
-    table = pd.DataFrame([alone(measure, args, *configuration) for configuration in tqdm(configurations)])
 
     machine = f"{processor()}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -272,10 +281,13 @@ def main(args):
         f"{machine}; torch {torch.__version__}; {args.env_id}, {args.num_envs} environments\n\n"
         f"The environment alone, with random actions: {environment:,.0f} steps/s.\n\n"
     )
-    text = head + markdown(table)
-    print(text, end="")
-    Path(f"{out}.md").write_text(text)
-    table.to_csv(f"{out}.csv", index=False)
+    lines = []
+    for configuration in tqdm(configurations):
+        lines.append(alone(measure, args, *configuration))
+        table = pd.DataFrame(lines)
+        Path(f"{out}.md").write_text(head + markdown(table))
+        table.to_csv(f"{out}.csv", index=False)
+    print(head + markdown(table), end="")
     return table
 
 

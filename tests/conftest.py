@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from gym3.libenv import CEnv
 
 # The scripts lie beside tests/, those of benchmark/ in it, and neither is a package.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
+
+# gym3 closes an environment that a test left open when it is garbage-collected. If that happens while cffi loads the
+# library for the next one, both wait for the same lock, forever.
+CEnv.__del__ = lambda self: None
 
 # The networks of the tests are tiny: a second thread would only wait for the first.
 torch.set_num_threads(1)

@@ -42,6 +42,7 @@ def test_time_goes_to_the_part_under_way_and_the_first_phase_does_not_count(monk
         "auxiliary phase 1/6",
     ):
         clock.set_description_str(part)
+    clock.set_postfix_str("return 1.00")  # the iteration is over; the time until the end is a checkpoint's
     clock.close()
     assert throughput.PhaseClock.seconds == {"rollout": 3, "update": 7, "auxiliary": 1 + 5}
 
@@ -90,6 +91,7 @@ def test_the_command_prints_the_table_that_it_saves(tmp_path, capsys):
     text = (tmp_path / "v1.2.md").read_text()
     assert capsys.readouterr().out == text
     assert "starpilot, 8 environments" in text and "| ppo_procgen | float32 | no |" in text
+    assert len(table) == 1
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "v1.2.csv"), table)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.csv", "v1.2.md"]
 

@@ -323,7 +323,7 @@ def test_a_file_that_is_no_checkpoint_gets_one_clear_line(script, kind, capsys):
     capsys.readouterr()
     before = Path("runs/run/progress.csv").read_bytes()
     complaint = refused(capsys, script, resume="runs/run", total_timesteps=ROLLOUT * 2)
-    assert "--resume runs/run" in complaint and f"{script.__name__}.py 2" in complaint
+    assert "--resume runs/run" in complaint and f"{script.__name__}.py 3" in complaint
     assert not Path("hacked").exists()
     assert Path("runs/run/progress.csv").read_bytes() == before
 
@@ -391,16 +391,16 @@ def test_an_auxiliary_loss_that_is_not_finite_is_named(monkeypatch):
 def test_too_little_memory_is_told_before_anything_is_written(monkeypatch, capsys, script):
     monkeypatch.setattr(script, "available_memory", lambda device: 100_000)
     complaint = refused(capsys, script, total_timesteps=ROLLOUT * 3)
-    needed = ROLLOUT * 64 * 64 * 3 * (3 if script is ppg_procgen else 1)
+    needed = ROLLOUT * 64 * 64 * 3 * (1 + 3 if script is ppg_procgen else 1)
     assert f"{needed / 1e9:.3g} GB" in complaint and "0.0001 GB" in complaint and "--num-envs" in complaint
     assert not Path("runs").exists()
 
 
-def test_the_auxiliary_buffer_at_the_defaults_needs_6_4_gigabytes(monkeypatch, capsys):
-    monkeypatch.setattr(ppg_procgen, "available_memory", lambda device: 6_400_000_000)
+def test_buffer_and_rollout_at_the_defaults_need_6_4_and_0_2_gigabytes(monkeypatch, capsys):
+    monkeypatch.setattr(ppg_procgen, "available_memory", lambda device: 6_600_000_000)
     with pytest.raises(SystemExit):
         ppg_procgen.main(ppg_procgen.Args(device="cpu"))
-    assert "6.44 GB" in capsys.readouterr().err
+    assert "need 6.64 GB" in capsys.readouterr().err
 
 
 VERSION_2 = {
