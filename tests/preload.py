@@ -1,4 +1,4 @@
-"""Imported by the fork server of conftest.py, so that its processes start with Procgen's images loaded."""
+"""Imported by the fork server of conftest.py, so that its processes start with everything slow to load in memory."""
 
 import torch
 
@@ -8,3 +8,4 @@ import ppo_procgen
 torch.set_num_threads(1)
 for script in (ppo_procgen, ppg_procgen):
     script.ProcgenVecEnv("coinrun", 1, num_threads=0).close()
+torch.optim.Adam([torch.zeros(1)])  # the first optimizer imports torch's compiler

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import termios
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,29 +81,28 @@ def read_events(run_path):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Each script on three games, each in a directory of its own; starpilot once `again`."""
-    jobs = [(script, game, "") for script in SCRIPTS for game in GAMES]
-    jobs += [(script, "starpilot", "again") for script in SCRIPTS]
+def run_once(tmp_path_factory):
+    """Runs a script on a game, in a directory of its own; if it has run there before, the run is the one from then."""
 
-    def finish(job):
-        script, game, _ = job
+    @functools.cache
+    def run_once(script, game, again=False):
         cwd = tmp_path_factory.mktemp("cwd")
         done = run(command(script, env_id=game, **THREE_ROLLOUTS, **PHASE[script]), cwd)
         assert done.returncode == 0, done.stderr.decode()
         (path,) = (cwd / "runs").iterdir()
         return SimpleNamespace(script=script, game=game, path=path, cwd=cwd, out=done.stdout, err=done.stderr)
 
-    tmp_path_factory.getbasetemp()  # two threads must not both make it
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(jobs, pool.map(finish, jobs)))
+    return run_once
 
 
+# Of the module, so that the tests of one run come one after the other, in one process.
 @pytest.fixture(
-    params=[(script, game) for script in SCRIPTS for game in GAMES], ids=lambda p: f"{p[0].__name__}-{p[1]}"
+    scope="module",
+    params=[(script, game) for script in SCRIPTS for game in GAMES],
+    ids=lambda p: f"{p[0].__name__}-{p[1]}",
 )
-def finished(request, runs):
-    return runs[(*request.param, "")]
+def finished(request, run_once):
+    return run_once(*request.param)
 
 
 def test_a_run_leaves_its_four_files_and_nothing_else(finished):
@@ -158,8 +156,8 @@ def test_output_that_is_no_terminal_is_a_few_plain_lines_and_standard_error_stay
 
 
 @both_scripts
-def test_the_same_command_gives_the_same_numbers(runs, script):
-    one, other = (runs[(script, "starpilot", repeat)].path for repeat in ("", "again"))
+def test_the_same_command_gives_the_same_numbers(run_once, script):
+    one, other = run_once(script, "starpilot").path, run_once(script, "starpilot", again=True).path
     assert without_speed(one) == without_speed(other)
 
 
@@ -357,8 +355,8 @@ def test_resume_needs_a_run_with_a_checkpoint(refuse, tmp_path, script):
 @pytest.mark.parametrize(
     "name, old, new", [("gamma", "0.999", "0.9"), ("num_envs", "4", "8"), ("microbatch_size", "None", "32")]
 )
-def test_resume_refuses_a_changed_flag_and_names_both_values(refuse, runs, script, name, old, new):
-    path = runs[(script, "starpilot", "")].path
+def test_resume_refuses_a_changed_flag_and_names_both_values(refuse, run_once, script, name, old, new):
+    path = run_once(script, "starpilot").path
     before = listing(path)
     message = refuse(script, resume=path, **{name: new})
     assert f"--{name.replace('_', '-')} {new}:" in message and old in message.split(new, 1)[1]
@@ -366,11 +364,11 @@ def test_resume_refuses_a_changed_flag_and_names_both_values(refuse, runs, scrip
 
 
 @both_scripts
-def test_resume_refuses_fewer_steps_and_the_run_of_the_other_script(refuse, runs, script):
-    message = refuse(script, resume=runs[(script, "starpilot", "")].path, total_timesteps=128)
+def test_resume_refuses_fewer_steps_and_the_run_of_the_other_script(refuse, run_once, script):
+    message = refuse(script, resume=run_once(script, "starpilot").path, total_timesteps=128)
     assert "--total-timesteps 128:" in message and "192" in message
     other = SCRIPTS[1 - SCRIPTS.index(script)]
-    assert f"{other.__name__}.py" in refuse(script, resume=runs[(other, "starpilot", "")].path)
+    assert f"{other.__name__}.py" in refuse(script, resume=run_once(other, "starpilot").path)
 
 
 def test_a_refusal_is_all_that_the_shell_sees(tmp_path):
