@@ -112,7 +112,7 @@ class Args:
     """samples per forward and backward pass; gradients add up to those of the whole minibatch (None: 64 on
     a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
     compile: bool = False
-    """torch.compile the network: slow to start, faster on a GPU; rounding differs a little"""
+    """torch.compile the network, meant for GPUs: slow to start, and rounding differs a little"""
     run_dir: str = "runs"
     """directory that holds the runs"""
     run_name: str | None = None
