@@ -668,12 +668,14 @@ def main(args):
     )
     agent = Agent(envs.single_action_space.n, args.arch, bfloat16=bfloat16).to(device)
     torch.manual_seed(process_seed)
+
     # Compiled, the small batches of the rollout run as CUDA graphs: the GPU would need less time for its kernels than
     # the CPU needs to launch them one by one.
     act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False) if args.compile else agent
     if args.compile:
         agent.compile(dynamic=False)
         agent.auxiliary = torch.compile(agent.auxiliary, dynamic=False)
+
     # An Adam for each kind of step, as their gradients differ in scale: updates (of the policy alone if E_V ≠ E_π),
     # the value function's own updates if E_V ≠ E_π, and auxiliary steps. Each holds all parameters and skips those
     # that its loss does not reach, whose gradient is None.
@@ -915,11 +917,13 @@ def main(args):
             normalized_rewards, reward_stats = normalize_rewards(all_rewards, all_starts, reward_stats)
             advantages = gae(normalized_rewards[:, own], values.cpu(), starts, args.gamma, args.gae_lambda)
             value_targets = advantages + values[:-1].cpu()
-            aux_obs[phase_iteration].copy_(obs.transpose(0, 1))
-            aux_value_targets[phase_iteration].copy_(value_targets.T)
             all_advantages, all_value_targets = gather_envs(advantages), gather_envs(value_targets)
             advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
             advantages, value_targets = advantages.to(device), value_targets.to(device)
+
+            # What the auxiliary phase will learn from, segment by segment.
+            aux_obs[phase_iteration].copy_(obs.transpose(0, 1))
+            aux_value_targets[phase_iteration].copy_(value_targets.T)
 
             # Update, on minibatches of whole segments. With E_π = E_V each step improves policy and value
             # function; otherwise first the value function trains, then the policy. Microbatches only save

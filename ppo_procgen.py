@@ -589,11 +589,13 @@ def main(args):
     )
     agent = Agent(envs.single_action_space.n, bfloat16=bfloat16).to(device)
     torch.manual_seed(process_seed)
+
     # Compiled, the small batches of the rollout run as CUDA graphs: the GPU would need less time for its kernels than
     # the CPU needs to launch them one by one.
     act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False) if args.compile else agent
     if args.compile:
         agent.compile(dynamic=False)
+
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
     # The rollout. Observation t, whether it begins an episode, what the agent did there, and the

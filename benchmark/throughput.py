@@ -7,8 +7,7 @@ Each configuration (script, precision, compiled or not) is measured in a process
 
 - the script trains two phases at its defaults, shortened: rollouts are `num_steps` long and a phase of PPG is one
   iteration, while samples per minibatch, epochs and the work per environment step stay as they are. The first phase
-  warms up, the second one counts: environment steps per second, the share of time in each part, and the peak of
-  the memory beyond the buffer of observations;
+  warms up, the second one counts: environment steps per second and the share of time in each part;
 - the same network alone, on random observations: forward at `num_envs` (inference), forward and backward at the
   fastest microbatch (training).
 
@@ -231,7 +230,7 @@ def processor():
 
 
 def markdown(table):
-    """The table in Markdown: shares as whole percent, rates in three digits."""
+    """The table in Markdown."""
 
     def cell(name, value):
         if isinstance(value, str):

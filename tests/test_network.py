@@ -222,6 +222,6 @@ def test_compiled_training_runs_every_pass_from_a_graph_and_computes_the_same(mo
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=record, dynamic=False))
     compiled_path = train(ppg_procgen, total_timesteps=3 * ROLLOUT, run_name="compiled", compile=True)
 
-    # check_args, the rollout, the update, π_old, auxiliary minibatches of 4 and of the remaining 2 segments
+    # The search for a compiler, the rollout, the update, π_old, auxiliary minibatches of 4 and of the other 2 segments
     assert len(graphs) == 6
     assert_same_end(compiled_path, run_path)
