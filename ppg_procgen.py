@@ -10,7 +10,7 @@ avoids both costs by taking turns:
 - the auxiliary phase: E_aux epochs over all N_π rollouts teach the policy's encoder to predict the
   value targets (advantage estimate + value, as of each rollout), through an auxiliary value head
   that serves nothing else. A KL penalty holds the policy itself where it was. The value function
-  trains on the same targets for as many epochs: these are the many that it bears.
+  trains on the same targets for as many epochs, which are more than the policy could bear.
 
     python ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
     python ppg_procgen.py --help
@@ -146,7 +146,7 @@ class Args:
     resume: str | None = None
     """directory of a run to go on with, from its last checkpoint and with its arguments"""
     checkpoint_interval: int | None = None
-    """iterations between checkpoints (None: n_pi, after each auxiliary phase, when the buffer is empty)"""
+    """iterations between checkpoints (None: n_pi, at the end of each phase, when the buffer is empty)"""
     track: bool = False
     """mirror the metrics to Weights & Biases (WANDB_MODE=offline works)"""
     wandb_project_name: str = "ppg-procgen"
@@ -164,9 +164,9 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
-# Of the auxiliary value head; KL(π_old ‖ π); of the value function itself. Each a mean over an auxiliary epoch.
+# Means over an auxiliary epoch: ½ (V_aux − V_targ)², KL(π_old ‖ π), and ½ (V − V_targ)² of the value head itself.
 AUX_LOSSES = ("aux_value_loss", "aux_kl", "aux_true_value_loss")
-CHECKPOINT_FORMAT = f"{Path(__file__).name} 3"
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 4"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
                      "wandb_entity")
 GAMES_WITH_MODE = {
@@ -466,16 +466,19 @@ def available_memory(device):
     for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # control groups, version 2
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+            root, names, cache = "/sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"
         elif "memory" in controllers.split(","):  # version 1
-            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, cache = "/sys/fs/cgroup/memory", "total_inactive_file"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         group = Path(root + path)
         for level in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file here, or no limit ("max")
                 limit, in_use = (int((level / name).read_text()) for name in names)
-                available = min(available, limit - in_use)
+                # Files that are only cached count as used, but give way to whoever needs the memory.
+                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                available = min(available, limit - in_use + int(counts.get(cache, 0)))
     return available
 
 
@@ -491,11 +494,12 @@ def stop_unless_finite(agent, iteration, losses):
 
 @contextlib.contextmanager
 def exchange():
-    """End this process, in one line, when another one with which it exchanges data is gone."""
+    """End this process, in one line, when it cannot exchange data with the others: most often one of them is gone."""
     try:
         yield
     except RuntimeError as error:
-        sys.exit(f"process {RANK}: lost another process, the last checkpoint stays ({str(error).splitlines()[0]})")
+        problem = str(error).split("\n")[0]
+        sys.exit(f"process {RANK}: lost the other processes, the last checkpoint counts ({problem})")
 
 
 def gather(x, everywhere=True):
@@ -610,13 +614,14 @@ def check_args(args):
     if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
-    try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
     if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
         fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
+    try:
+        # A process that only touches another's GPU takes memory there.
+        torch.zeros(1, device={"auto": "cpu", "cuda": f"cuda:{LOCAL_RANK}"}.get(args.device, args.device)).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
 
 
 def main(args):
@@ -642,17 +647,24 @@ def main(args):
     # Without auxiliary phases every iteration is a phase of its own, and the buffer holds one rollout.
     n_pi = args.n_pi if args.e_aux > 0 else 1
 
-    # Nearly all memory goes to the observations that rollout and buffer keep, a byte per pixel and colour. If a GPU
-    # has no room for both beside the activations, about 3 MB a sample, the buffer lies in the memory of the host,
-    # pinned (a GPU reads it by itself), and pinned memory comes in powers of two.
-    needed, buffer_device = (n_pi + 1) * batch_size * 64 * 64 * 3, device
-    if device.type == "cuda" and needed + 3e6 * microbatch_size > min(gather(available_memory(device))):
-        needed, buffer_device = n_pi * 2 ** math.ceil(math.log2(batch_size * 64 * 64 * 3)), torch.device("cpu")
-    needed *= LOCAL_WORLD_SIZE if buffer_device.type == "cpu" else 1
-    available = min(gather(available_memory(buffer_device)))
-    if needed > available:
-        gigabytes = f"{needed / 1e9:.3g} GB of memory on {buffer_device}, and {available / 1e9:.3g} GB are available"
-        fail(f"rollout and buffer need {gigabytes}; lower --num-envs, --num-steps or --n-pi")
+    # Nearly all memory goes to the observations that rollout and buffer keep, a byte per pixel and colour.
+    rollout_bytes = batch_size * 64 * 64 * 3
+    buffer_bytes, buffer_device = n_pi * rollout_bytes, device
+
+    # If a GPU has no room for both beside the activations, about 3 MB a sample, the buffer lies in the memory of the
+    # host, pinned (a GPU reads it by itself), and pinned memory comes in powers of two.
+    all_bytes = rollout_bytes + buffer_bytes + 3e6 * microbatch_size
+    if device.type == "cuda" and all_bytes > min(gather(available_memory(device))):
+        buffer_bytes, buffer_device = n_pi * 2 ** math.ceil(math.log2(rollout_bytes)), torch.device("cpu")
+
+    needs = {device: rollout_bytes}
+    needs[buffer_device] = needs.get(buffer_device, 0) + buffer_bytes
+    for place, needed in needs.items():
+        needed *= LOCAL_WORLD_SIZE if place.type == "cpu" else 1
+        available = min(gather(available_memory(place)))
+        if needed > available:
+            gigabytes = f"{needed / 1e9:.3g} GB of memory on {place}, and {available / 1e9:.3g} GB are available"
+            fail(f"the observations need {gigabytes}; lower --num-envs, --num-steps or --n-pi")
 
     torch.manual_seed(args.seed)
     torch.distributions.Distribution.set_default_validate_args(False)  # `stop_unless_finite` says more
@@ -676,11 +688,10 @@ def main(args):
         agent.compile(dynamic=False)
         agent.auxiliary = torch.compile(agent.auxiliary, dynamic=False)
 
-    # An Adam for each kind of step, as their gradients differ in scale: updates (of the policy alone if E_V ≠ E_π),
-    # the value function's own updates if E_V ≠ E_π, and auxiliary steps. Each holds all parameters and skips those
+    # An Adam for each kind of step, as their gradients differ in scale. Each holds all parameters and skips those
     # that its loss does not reach, whose gradient is None.
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
-    value_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
+    policy_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)  # with value if E_V = E_π
+    value_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)  # idle if E_V = E_π
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
 
     # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
@@ -695,8 +706,8 @@ def main(args):
     # Observations travel to a GPU through memory that it can read by itself, while the CPU goes on.
     upload = torch.zeros(args.num_envs, 64, 64, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    # The buffer of the auxiliary phase: observations and value targets of all N_π iterations, each a tensor a
-    # rollout with segments in one piece; 6.4 GB at the defaults.
+    # The buffer of the auxiliary phase, 6.4 GB at the defaults: observations and value targets of all N_π iterations.
+    # One tensor a rollout, as checkpoints take them one by one; environments first, so that a segment is contiguous.
     segments_shape, pinned = (args.num_envs, args.num_steps), buffer_device != device
     aux_obs = [
         torch.zeros(*segments_shape, 64, 64, 3, dtype=torch.uint8, device=buffer_device, pin_memory=pinned)
@@ -710,7 +721,8 @@ def main(args):
     iteration = global_step = 0
     rows = []  # of progress.csv
     metrics = {}  # of the iteration under way
-    aux_old_logits = []  # logits of π_old, a tensor a rollout; not empty means: in an auxiliary phase
+    in_auxiliary_phase = False
+    aux_old_logits = []  # logits of π_old, a tensor a rollout
     aux_means = []  # AUX_LOSSES of each finished epoch of an auxiliary phase
 
     if args.resume:
@@ -727,14 +739,15 @@ def main(args):
             fail(f"--resume {run_path}: this run has {number} processes; expected as many, there are {WORLD_SIZE} now")
         process = checkpoint["processes"][RANK]
         agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        policy_optimizer.load_state_dict(checkpoint["policy_optimizer"])
         value_optimizer.load_state_dict(checkpoint["value_optimizer"])
         aux_optimizer.load_state_dict(checkpoint["aux_optimizer"])
-        for buffer, saved in ((aux_obs, process["aux_obs"]), (aux_value_targets, process["aux_value_targets"])):
-            for rollout, saved_rollout in zip(buffer, saved):
-                rollout.copy_(saved_rollout)
+        for i, (rollout_obs, rollout_value_targets) in enumerate(process["buffer"]):
+            aux_obs[i].copy_(rollout_obs)
+            aux_value_targets[i].copy_(rollout_value_targets)
         aux_old_logits = [logits.to(device) for logits in process["aux_old_logits"]]
-        aux_means, metrics = checkpoint["aux_means"], checkpoint["metrics"]
+        in_auxiliary_phase, aux_means = checkpoint["in_auxiliary_phase"], checkpoint["aux_means"]
+        metrics = checkpoint["metrics"]
         reward_stats = checkpoint["reward_stats"]
         envs.unwrapped.set_state(process["envs"])
         next_obs, next_starts = process["next_obs"].numpy(), process["next_starts"].numpy()
@@ -841,20 +854,18 @@ def main(args):
             "length_queue": [int(episodic_length) for episodic_length in envs.length_queue],
             "episode_count": int(envs.episode_count),
             "rng": torch.get_rng_state(),
-            "aux_obs": [],
-            "aux_value_targets": [],
+            "buffer": [],
             "aux_old_logits": [logits.cpu() for logits in aux_old_logits],
         }
         if device.type == "cuda":
             process["cuda_rng"] = torch.cuda.get_rng_state(device)
         processes = gather(process, everywhere=False)
-        # The buffer's rollouts travel one by one: all at once are many gigabytes. In an auxiliary phase the buffer
-        # is full, with `iteration` still at the last of them.
-        for i in range(n_pi if aux_old_logits else iteration % n_pi):
-            rollouts = gather((aux_obs[i].cpu(), aux_value_targets[i].cpu()), everywhere=False)
-            for of_process, (rollout_obs, rollout_value_targets) in zip(processes, rollouts):
-                of_process["aux_obs"].append(rollout_obs)
-                of_process["aux_value_targets"].append(rollout_value_targets)
+        # The buffer's rollouts travel to the first process one by one, and only that needs room for all of them. In
+        # an auxiliary phase the buffer is full, with `iteration` still at the last of them.
+        for i in range(n_pi if in_auxiliary_phase else iteration % n_pi):
+            rollout_of_each = gather((aux_obs[i].cpu(), aux_value_targets[i].cpu()), everywhere=False)
+            for of_process, buffered_rollout in zip(processes, rollout_of_each):
+                of_process["buffer"].append(buffered_rollout)
 
         checkpoint = {
             "format": CHECKPOINT_FORMAT,
@@ -862,9 +873,10 @@ def main(args):
             "global_step": global_step,
             "rows": rows,
             "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "policy_optimizer": policy_optimizer.state_dict(),
             "value_optimizer": value_optimizer.state_dict(),
             "aux_optimizer": aux_optimizer.state_dict(),
+            "in_auxiliary_phase": in_auxiliary_phase,
             "aux_means": aux_means,
             "metrics": metrics,
             "reward_stats": reward_stats,
@@ -881,14 +893,14 @@ def main(args):
             written = False
         return all(gather(written))  # no process ends while the first one writes
 
-    stop_signal, saved = None, True
+    stop_signal, checkpoint_written = None, True
     start_time, start_step = time.time(), global_step
 
     while iteration < num_iterations and not stop_signal:
         # Policy phase: N_π iterations of PPO; the auxiliary value head does not train. (A run that was stopped in
         # an auxiliary phase has this iteration's rollout and update behind it.)
         phase_iteration = iteration % n_pi
-        if not aux_old_logits:
+        if not in_auxiliary_phase:
             # Rollout: num_steps steps in every environment with the current policy.
             progress.set_description_str(f"policy phase {phase_iteration + 1}/{n_pi}, rollout", refresh=False)
             for t in range(args.num_steps):
@@ -925,23 +937,22 @@ def main(args):
             aux_obs[phase_iteration].copy_(obs.transpose(0, 1))
             aux_value_targets[phase_iteration].copy_(value_targets.T)
 
-            # Update, on minibatches of whole segments. With E_π = E_V each step improves policy and value
-            # function; otherwise first the value function trains, then the policy. Microbatches only save
-            # memory and time: their weighted gradients add up to those of the minibatch.
+            # Update, on minibatches of whole segments. With E_π = E_V each step improves policy and value function;
+            # otherwise first the value function trains, then the policy, as in the authors' code.
             progress.set_description_str(f"policy phase {phase_iteration + 1}/{n_pi}, update", refresh=False)
             policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
+            rollout = (obs, actions, logprobs, advantages, value_targets)
             if args.e_pi == args.e_v:
-                epochs = [(True, True, optimizer)] * args.e_pi
+                epochs = [(True, True, policy_optimizer)] * args.e_pi
             else:
-                epochs = [(False, True, value_optimizer)] * args.e_v + [(True, False, optimizer)] * args.e_pi
-            for train_policy, train_value, optimizer_in_use in epochs:
+                epochs = [(False, True, value_optimizer)] * args.e_v + [(True, False, policy_optimizer)] * args.e_pi
+            for train_policy, train_value, optimizer in epochs:
                 for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
-                    minibatch = (
-                        x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets)
-                    )
+                    minibatch = (x[:, segments].flatten(0, 1) for x in rollout)
+                    # Microbatches save memory and time: their weighted gradients add up to those of the minibatch.
                     microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
 
-                    optimizer_in_use.zero_grad()
+                    optimizer.zero_grad()
                     for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
                         logits, new_values = agent(mb_obs, policy=train_policy, value=train_value)
                         weight = len(mb_obs) / minibatch_size
@@ -966,8 +977,8 @@ def main(args):
                         (loss * weight).backward()
                     average_gradients(agent)
                     stop_unless_finite(agent, iteration + 1, {"policy_loss": policy_sums[0], "value_loss": value_sum})
-                    optimizer_in_use.step()
-                    progress.update(0)
+                    optimizer.step()
+                    progress.update(0)  # redraw
 
             # Losses are means over the whole update: the last minibatch alone would be a biased sample.
             average([policy_sums, value_sum])
@@ -975,12 +986,13 @@ def main(args):
             policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
             value_loss = value_sum.item() / (args.e_v * args.num_minibatches)
             explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
-            episodes = gather((list(envs.return_queue), list(envs.length_queue), int(envs.episode_count)))
-            returns, lengths = (np.concatenate([process[i] for process in episodes]) for i in (0, 1))
+            episodes = (list(envs.return_queue), list(envs.length_queue), int(envs.episode_count))
+            returns, lengths, counts = zip(*gather(episodes))
+            returns, lengths = np.concatenate(returns), np.concatenate(lengths)
             metrics = {
                 "charts/episodic_return": float(returns.mean()) if len(returns) else math.nan,
                 "charts/episodic_length": float(lengths.mean()) if len(lengths) else math.nan,
-                "charts/episodes": sum(process[2] for process in episodes),
+                "charts/episodes": sum(counts),
                 "losses/policy_loss": policy_loss,
                 "losses/value_loss": value_loss,
                 "losses/entropy": entropy,
@@ -992,23 +1004,28 @@ def main(args):
                 "auxiliary/aux_epochs": 0,
             }
 
+            in_auxiliary_phase = phase_iteration + 1 == n_pi and args.e_aux > 0
+
         # Auxiliary phase, after every N_π-th iteration (a policy phase that the end of training cuts short gets
         # none): the policy's encoder learns to predict the value targets of all its rollouts.
-        if phase_iteration + 1 == n_pi and args.e_aux > 0:
+        if in_auxiliary_phase:
             # π_old(·|s) of all states, the policy as the policy phase left it: the first step below
             # already moves π, and the KL has to hold it to where it was.
-            if not aux_old_logits:
-                progress.set_description_str("auxiliary phase, π_old", refresh=False)
+            progress.set_description_str("auxiliary phase, π_old", refresh=False)
+            for rollout_obs in aux_obs[len(aux_old_logits) :]:
+                if agreed_signal():
+                    break
+                chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
                 with torch.no_grad():
-                    for rollout_obs in aux_obs:
-                        chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
-                        logits = torch.cat([agent(chunk.to(device), value=False)[0] for chunk in chunks])
-                        aux_old_logits.append(logits.unflatten(0, segments_shape))
-                        progress.update(0)
+                    logits = torch.cat([agent(chunk.to(device), value=False)[0] for chunk in chunks])
+                aux_old_logits.append(logits.unflatten(0, segments_shape))
+                progress.update(0)  # redraw
 
-            phase_over, stop_signal = False, agreed_signal()
-            while not phase_over and not stop_signal:
-                progress.set_description_str(f"auxiliary phase {len(aux_means) + 1}/{args.e_aux}", refresh=False)
+            for epoch in range(len(aux_means), args.e_aux):  # from 0, unless the run was stopped in this phase
+                stop_signal = agreed_signal()
+                if stop_signal:
+                    break
+                progress.set_description_str(f"auxiliary phase {epoch + 1}/{args.e_aux}", refresh=False)
                 aux_sums = torch.zeros(3, device=device)
                 for segments in torch.randperm(n_pi * args.num_envs).split(args.aux_minibatch_segments):
                     # A segment's number says which rollout it is of, and which environment.
@@ -1035,24 +1052,23 @@ def main(args):
                     average_gradients(agent)
                     stop_unless_finite(agent, iteration + 1, dict(zip(AUX_LOSSES, aux_sums)))
                     aux_optimizer.step()
-                    progress.update(0)
+                    progress.update(0)  # redraw
 
                 average([aux_sums])
-                aux_means.append((aux_sums / (n_pi * batch_size)).tolist())
-                epoch_kl = aux_means[-1][AUX_LOSSES.index("aux_kl")]
-                too_far = args.aux_kl_limit is not None and epoch_kl > args.aux_kl_limit
-                phase_over, stop_signal = len(aux_means) == args.e_aux or too_far, agreed_signal()
+                aux_means.append(dict(zip(AUX_LOSSES, (aux_sums / (n_pi * batch_size)).tolist())))
+                if args.aux_kl_limit is not None and aux_means[-1]["aux_kl"] > args.aux_kl_limit:
+                    break
 
             # Stopped on the way: the epochs so far go into the checkpoint, the iteration's row waits for the rest.
-            if not phase_over:
-                saved = save_checkpoint()
+            if stop_signal:
+                checkpoint_written = save_checkpoint()
                 break
 
             for epoch, means in (("first", aux_means[0]), ("last", aux_means[-1])):
-                metrics |= {f"auxiliary/{name}_{epoch}": mean for name, mean in zip(AUX_LOSSES, means)}
+                metrics |= {f"auxiliary/{name}_{epoch}": mean for name, mean in means.items()}
             metrics["auxiliary/aux_epochs"] = len(aux_means)
             # The phase is over: the rollouts of the next one take the place of these in the buffer.
-            aux_old_logits, aux_means = [], []
+            in_auxiliary_phase, aux_old_logits, aux_means = False, [], []
 
         # Log, each row with all rows before it: a disk that was full for a while costs none.
         iteration += 1
@@ -1067,7 +1083,8 @@ def main(args):
                     csv_writer.writerows(rows)
                 writer = writer or SummaryWriter(run_path, purge_step=global_step)
                 for name, value in metrics.items():
-                    writer.add_scalar(name, value, global_step)
+                    if not math.isnan(value):
+                        writer.add_scalar(name, value, global_step)
         except OSError as error:
             progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
             writer = None  # its thread ends with its first error
@@ -1076,7 +1093,7 @@ def main(args):
 
         stop_signal = agreed_signal()
         if stop_signal or iteration == num_iterations or iteration % (args.checkpoint_interval or args.n_pi) == 0:
-            saved = save_checkpoint()
+            checkpoint_written = save_checkpoint()
 
     progress.close()
     with contextlib.suppress(OSError):
@@ -1092,14 +1109,17 @@ def main(args):
         signal.signal(signum, handler)
     if stop_signal and iteration < num_iterations:
         launcher = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(LOCAL_WORLD_SIZE)]
+        if WORLD_SIZE > LOCAL_WORLD_SIZE:
+            nodes = str(WORLD_SIZE // LOCAL_WORLD_SIZE)
+            launcher += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
         command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(run_path)])
-        where = "" if saved else " from the checkpoint before, if there is one"
+        where = "" if checkpoint_written else " from the checkpoint before, if there is one"
         if RANK == 0:
             print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
         sys.exit(128 + stop_signal)
     if RANK == 0:
         print(f"{run_path} has {global_step} steps", flush=True)
-    if not saved:
+    if not checkpoint_written:
         sys.exit(1)
     return run_path
 

@@ -137,7 +137,7 @@ LIMITS = {  # (lowest, highest) value that a flag accepts
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
 }
-CHECKPOINT_FORMAT = f"{Path(__file__).name} 3"
+CHECKPOINT_FORMAT = f"{Path(__file__).name} 4"
 RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
                      "wandb_entity")
 GAMES_WITH_MODE = {
@@ -394,16 +394,19 @@ def available_memory(device):
     for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # control groups, version 2
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+            root, names, cache = "/sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"
         elif "memory" in controllers.split(","):  # version 1
-            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, cache = "/sys/fs/cgroup/memory", "total_inactive_file"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         group = Path(root + path)
         for level in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file here, or no limit ("max")
                 limit, in_use = (int((level / name).read_text()) for name in names)
-                available = min(available, limit - in_use)
+                # Files that are only cached count as used, but give way to whoever needs the memory.
+                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                available = min(available, limit - in_use + int(counts.get(cache, 0)))
     return available
 
 
@@ -419,11 +422,12 @@ def stop_unless_finite(agent, iteration, losses):
 
 @contextlib.contextmanager
 def exchange():
-    """End this process, in one line, when another one with which it exchanges data is gone."""
+    """End this process, in one line, when it cannot exchange data with the others: most often one of them is gone."""
     try:
         yield
     except RuntimeError as error:
-        sys.exit(f"process {RANK}: lost another process, the last checkpoint stays ({str(error).splitlines()[0]})")
+        problem = str(error).split("\n")[0]
+        sys.exit(f"process {RANK}: lost the other processes, the last checkpoint counts ({problem})")
 
 
 def gather(x, everywhere=True):
@@ -538,13 +542,14 @@ def check_args(args):
     if args.total_timesteps < rollout:
         fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
 
-    try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
     gpus = torch.cuda.device_count()
     if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
         fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
+    try:
+        # A process that only touches another's GPU takes memory there.
+        torch.zeros(1, device={"auto": "cpu", "cuda": f"cuda:{LOCAL_RANK}"}.get(args.device, args.device)).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
 
 
 def main(args):
@@ -569,11 +574,13 @@ def main(args):
     num_iterations = math.ceil(args.total_timesteps / (batch_size * WORLD_SIZE))
 
     # Nearly all memory goes to the observations that the rollout keeps, a byte per pixel and colour.
-    needed, available = batch_size * 64 * 64 * 3, min(gather(available_memory(device)))
-    needed *= LOCAL_WORLD_SIZE if device.type == "cpu" else 1
-    if needed > available:
-        gigabytes = f"{needed / 1e9:.3g} GB of memory on {device}, and {available / 1e9:.3g} GB are available"
-        fail(f"the rollout needs {gigabytes}; lower --num-envs or --num-steps")
+    needs = {device: batch_size * 64 * 64 * 3}
+    for place, needed in needs.items():
+        needed *= LOCAL_WORLD_SIZE if place.type == "cpu" else 1
+        available = min(gather(available_memory(place)))
+        if needed > available:
+            gigabytes = f"{needed / 1e9:.3g} GB of memory on {place}, and {available / 1e9:.3g} GB are available"
+            fail(f"the observations need {gigabytes}; lower --num-envs or --num-steps")
 
     torch.manual_seed(args.seed)
     torch.distributions.Distribution.set_default_validate_args(False)  # `stop_unless_finite` says more
@@ -763,7 +770,7 @@ def main(args):
             written = False
         return all(gather(written))  # no process ends while the first one writes
 
-    stop_signal, saved = None, True
+    stop_signal, checkpoint_written = None, True
     start_time, start_step = time.time(), global_step
 
     while iteration < num_iterations and not stop_signal:
@@ -799,13 +806,14 @@ def main(args):
         advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
         advantages, value_targets = advantages.to(device), value_targets.to(device)
 
-        # Update: policy and value function learn together, on minibatches of whole segments. Microbatches
-        # only save memory and time: their weighted gradients add up to those of the minibatch.
+        # Update: policy and value function learn together, on minibatches of whole segments.
         progress.set_description_str("update", refresh=False)
         policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
+        rollout = (obs, actions, logprobs, advantages, value_targets)
         for epoch in range(args.update_epochs):
             for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
-                minibatch = (x[:, segments].flatten(0, 1) for x in (obs, actions, logprobs, advantages, value_targets))
+                minibatch = (x[:, segments].flatten(0, 1) for x in rollout)
+                # Microbatches save memory and time: their weighted gradients add up to those of the minibatch.
                 microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
 
                 optimizer.zero_grad()
@@ -830,7 +838,7 @@ def main(args):
                 average_gradients(agent)
                 stop_unless_finite(agent, iteration + 1, {"policy_loss": policy_sums[0], "value_loss": value_sum})
                 optimizer.step()
-                progress.update(0)
+                progress.update(0)  # redraw
 
         # Losses are means over the whole update: the last minibatch alone would be a biased sample.
         average([policy_sums, value_sum])
@@ -838,12 +846,13 @@ def main(args):
         policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
         value_loss = value_sum.item() / (args.update_epochs * args.num_minibatches)
         explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
-        episodes = gather((list(envs.return_queue), list(envs.length_queue), int(envs.episode_count)))
-        returns, lengths = (np.concatenate([process[i] for process in episodes]) for i in (0, 1))
+        episodes = (list(envs.return_queue), list(envs.length_queue), int(envs.episode_count))
+        returns, lengths, counts = zip(*gather(episodes))
+        returns, lengths = np.concatenate(returns), np.concatenate(lengths)
         metrics = {
             "charts/episodic_return": float(returns.mean()) if len(returns) else math.nan,
             "charts/episodic_length": float(lengths.mean()) if len(lengths) else math.nan,
-            "charts/episodes": sum(process[2] for process in episodes),
+            "charts/episodes": sum(counts),
             "losses/policy_loss": policy_loss,
             "losses/value_loss": value_loss,
             "losses/entropy": entropy,
@@ -865,7 +874,8 @@ def main(args):
                     csv_writer.writerows(rows)
                 writer = writer or SummaryWriter(run_path, purge_step=global_step)
                 for name, value in metrics.items():
-                    writer.add_scalar(name, value, global_step)
+                    if not math.isnan(value):
+                        writer.add_scalar(name, value, global_step)
         except OSError as error:
             progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
             writer = None  # its thread ends with its first error
@@ -874,7 +884,7 @@ def main(args):
 
         stop_signal = agreed_signal()
         if stop_signal or iteration == num_iterations or iteration % args.checkpoint_interval == 0:
-            saved = save_checkpoint()
+            checkpoint_written = save_checkpoint()
 
     progress.close()
     with contextlib.suppress(OSError):
@@ -890,14 +900,17 @@ def main(args):
         signal.signal(signum, handler)
     if stop_signal and iteration < num_iterations:
         launcher = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(LOCAL_WORLD_SIZE)]
+        if WORLD_SIZE > LOCAL_WORLD_SIZE:
+            nodes = str(WORLD_SIZE // LOCAL_WORLD_SIZE)
+            launcher += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
         command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(run_path)])
-        where = "" if saved else " from the checkpoint before, if there is one"
+        where = "" if checkpoint_written else " from the checkpoint before, if there is one"
         if RANK == 0:
             print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
         sys.exit(128 + stop_signal)
     if RANK == 0:
         print(f"{run_path} has {global_step} steps", flush=True)
-    if not saved:
+    if not checkpoint_written:
         sys.exit(1)
     return run_path
 

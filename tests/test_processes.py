@@ -2,6 +2,8 @@
 
 import functools
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -167,7 +169,7 @@ def test_a_killed_process_ends_the_others_within_seconds(script):
     assert exit_code(second) == -signal.SIGKILL
     first.join(20)
     assert first.exitcode == 1
-    assert "process 0: lost another process, the last checkpoint stays" in Path("stderr0.txt").read_text()
+    assert "process 0: lost the other processes, the last checkpoint counts" in Path("stderr0.txt").read_text()
 
     assert load("runs/killed")["iteration"] == len(rows("runs/killed")) == 4
     assert exit_codes(start_two(script, resume="runs/killed")) == [0, 0]
@@ -198,6 +200,44 @@ def signal_the_first_and_then_the_second(script):
         return gather(x, everywhere)
 
     script.gather = gather_and_signal
+
+
+def test_two_machines_meet_as_the_readme_says_and_are_told_how_to_go_on():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def both_machines(flags, script_and_flags):
+        words = [sys.executable, "-m", "torch.distributed.run", *flags, *script_and_flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return [
+            subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            for _ in range(2)
+        ]
+
+    readme = (Path(ppo_procgen.__file__).parent / "README.md").read_text()
+    flags = re.search(r"`torchrun (--nnodes 2 .*?) \.\.\.`", readme, re.DOTALL)[1].replace("HOST:29500", place).split()
+    flags[flags.index("--nproc-per-node") + 1] = "1"
+    script = [ppo_procgen.__file__, "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2", "--device", "cpu"]
+    machines = both_machines(flags, [*script, "--total-timesteps", "1_000_000", "--run-name", "run"])
+    while not Path("runs/run/progress.csv").exists():
+        time.sleep(0.05)
+        assert machines[0].poll() is None and machines[1].poll() is None
+    worker = next(p for p in psutil.Process(machines[0].pid).children() if ppo_procgen.__file__ in p.cmdline())
+    worker.send_signal(signal.SIGTERM)
+    output = "".join(machine.communicate(timeout=60)[0] for machine in machines)
+
+    command = shlex.split(output.split("to go on: ")[1].splitlines()[0].replace("HOST:29500", place))
+    start = command.index(os.path.relpath(ppo_procgen.__file__))
+    assert command[0] == "torchrun"
+    steps = load("runs/run")["global_step"]
+    machines = both_machines(command[1:start], command[start:])
+    while len(rows("runs/run")) <= steps // 32:
+        time.sleep(0.05)
+        assert machines[0].poll() is None and machines[1].poll() is None
+    for machine in machines:
+        machine.terminate()
+        machine.communicate(timeout=60)
 
 
 @both_scripts

@@ -162,6 +162,30 @@ def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, signum, functio
     assert_same_end("runs/stopped", "runs/whole")
 
 
+def test_a_signal_while_old_logits_are_recorded_stops_after_the_rollout_under_way(monkeypatch):
+    train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    agent_class, calls = ppg_procgen.Agent.func, []  # a partial, with small encoders
+    forward = agent_class.forward
+
+    def signalling(agent, observations, policy=True, value=True):
+        if not value:  # as in no other part of a run with E_π = E_V
+            calls.append(len(observations))
+            if len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return forward(agent, observations, policy, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent_class, "forward", signalling)
+        with pytest.raises(SystemExit):
+            train(ppg_procgen, run_name="stopped", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    checkpoint = load("runs/stopped")
+    assert checkpoint["in_auxiliary_phase"] and checkpoint["iteration"] == 2 and checkpoint["aux_means"] == []
+    assert sum(calls) == ROLLOUT and len(checkpoint["processes"][0]["aux_old_logits"]) == 1
+
+    train(ppg_procgen, resume="runs/stopped")
+    assert_same_end("runs/stopped", "runs/whole")
+
+
 def test_ppo_stops_at_the_next_boundary_too(monkeypatch):
     train(ppo_procgen, run_name="whole", total_timesteps=ROLLOUT * 4, checkpoint_interval=100)
     with monkeypatch.context() as patch:
@@ -323,7 +347,7 @@ def test_a_file_that_is_no_checkpoint_gets_one_clear_line(script, kind, capsys):
     capsys.readouterr()
     before = Path("runs/run/progress.csv").read_bytes()
     complaint = refused(capsys, script, resume="runs/run", total_timesteps=ROLLOUT * 2)
-    assert "--resume runs/run" in complaint and f"{script.__name__}.py 3" in complaint
+    assert "--resume runs/run" in complaint and f"{script.__name__}.py 4" in complaint
     assert not Path("hacked").exists()
     assert Path("runs/run/progress.csv").read_bytes() == before
 
@@ -409,17 +433,19 @@ VERSION_2 = {
     "/sys/fs/cgroup/job/step/memory.current": "300000\n",
     "/sys/fs/cgroup/job/memory.max": "1000000\n",
     "/sys/fs/cgroup/job/memory.current": "400000\n",
+    "/sys/fs/cgroup/job/memory.stat": "anon 250000\ninactive_file 100000\nactive_file 50000\n",
 }
 VERSION_1 = {
     "/proc/self/cgroup": "9:cpu:/\n5:hugetlb,memory:/job\n",
     "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000000\n",
     "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "400000\n",
+    "/sys/fs/cgroup/memory/job/memory.stat": "cache 150000\ninactive_file 0\ntotal_inactive_file 100000\n",
 }
 NO_LIMIT = {"/proc/self/cgroup": "0::/job\n", "/sys/fs/cgroup/job/memory.max": "max\n"}
 
 
-@pytest.mark.parametrize("files, container", [(VERSION_2, 600_000), (VERSION_1, 600_000), (NO_LIMIT, math.inf)])
-def test_a_containers_limit_counts(monkeypatch, files, container):
+@pytest.mark.parametrize("files, container", [(VERSION_2, 700_000), (VERSION_1, 700_000), (NO_LIMIT, math.inf)])
+def test_a_containers_limit_counts_and_files_in_its_cache_do_not(monkeypatch, files, container):
     def read_text(path):
         if str(path) not in files:
             raise FileNotFoundError(path)
