@@ -14,7 +14,7 @@ def fail(message):
 def load_script(path, flag, names):
     """Import a training script, from its file and under a name of its own: no module of that name is replaced.
 
-    Fails, naming `flag`, if there is no such file or if it lacks one of `names`.
+    Fails, naming `flag`, if there is no such file, if it cannot be imported, or if it lacks one of `names`.
     """
     if not path.is_file() or path.suffix != ".py":
         fail(f"{flag} {path}: expected a training script, a Python file, and there is none")
@@ -22,7 +22,10 @@ def load_script(path, flag, names):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look for the types of their fields
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        fail(f"{flag} {path}: expected a training script that can be imported ({type(error).__name__}: {error})")
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         fail(f"{flag} {path}: expected ppo_procgen.py, ppg_procgen.py or a copy; this file has no {missing[0]}")

@@ -26,6 +26,7 @@ import imageio.v3 as imageio
 import numpy as np
 import torch
 import tyro
+from procgen.env import ENV_NAMES
 from scipy.stats import bootstrap
 from tqdm import tqdm
 
@@ -88,7 +89,7 @@ def check_args(args):
         value = getattr(args, name)
         if value is not None and not 0 <= value < 2**31:
             fail(f"--{name.replace('_', '-')} {value}: expected 0 to {2**31 - 1}")
-    for name in ("num_levels", "start_level"):
+    for name in ("num_levels", "start_level", "distribution_mode"):
         value = getattr(args, name)
         if args.gap and value is not None:
             fail(f"--{name.replace('_', '-')} {value}: expected no choice of levels beside --gap, which makes its own")
@@ -124,8 +125,10 @@ def read_config(run_path):
     """What config.json says of the run, as a dictionary."""
     try:
         config = json.loads((run_path / "config.json").read_text())
-        config["script"], config["precision"]
-        [config["args"][name] for name in ("env_id", "seed", "distribution_mode", "num_levels", "start_level")]
+        config["script"], config["precision"], config["args"]["distribution_mode"]
+        numbers = [config["args"][name] for name in ("seed", "num_levels", "start_level")]
+        if config["args"]["env_id"] not in ENV_NAMES or not all(isinstance(number, int) for number in numbers):
+            raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
         fail(f"RUN_DIR {run_path}: expected the directory of a run, with its config.json")
     if not (run_path / "checkpoint.pt").is_file():
@@ -140,8 +143,8 @@ def choose_levels(args, run_args, games_with_mode):
     if env_id not in games:
         fail(f"--distribution-mode {mode}: expected a mode that {env_id} has; this one has {', '.join(games)}")
 
-    if args.gap and "exploration" in (mode, run_args["distribution_mode"]):
-        fail("--gap: expected a run and a mode with many levels; exploration mode is one fixed level, none is unseen")
+    if args.gap and mode == "exploration":
+        fail("--gap: expected a run with many levels; exploration mode is one fixed level, none is unseen")
     if mode == "exploration":
         for name in ("num_levels", "start_level"):
             if getattr(args, name) is not None:
@@ -358,6 +361,8 @@ def main(args):
     config = read_config(run_path)
     run_args = config["args"]
     script_path = ROOT / config["script"] if args.script is None else Path(args.script)
+    if args.script is None and not script_path.is_file():
+        fail(f"RUN_DIR {run_path}: expected --script too, the {config['script']} that trained it: it is not in {ROOT}")
     script = load_script(script_path, "--script", ("Agent", "ProcgenVecEnv", "GAMES_WITH_MODE"))
     levels = choose_levels(args, run_args, script.GAMES_WITH_MODE)
     check_outputs(args)

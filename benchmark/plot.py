@@ -91,21 +91,29 @@ def read_runs(directories):
     Columns: algo, env_id, seed, global_step, episodic_return. Rows before the 100th episode are left out: their mean
     favours short episodes.
     """
-    configs, progress, notes = [], [], []
+    configs, progress, notes, read = [], [], [], set()
     for directory in directories:
         if not directory.is_dir():
             fail(f"{directory}: expected a directory with runs")
-        paths = sorted(path.parent for path in directory.rglob("config.json"))
-        paths = [path for path in paths if ".incomplete-" not in path.name]
-        notes += [f"{path}: left out, it has no progress.csv" for path in paths if not (path / "progress.csv").exists()]
-        paths = [path for path in paths if (path / "progress.csv").exists()]
+        found = {name: {path.parent for path in directory.rglob(name)} for name in ("config.json", "progress.csv")}
+        paths = sorted(path for path in set.union(*found.values()) if ".incomplete-" not in path.name)
+        notes += [f"{path}: left out, it has no {name}" for name in found for path in paths if path not in found[name]]
+        paths = [path for path in paths if all(path in having for having in found.values())]
         if not paths:
             fail(f"{directory}: expected runs below it, directories with a config.json and a progress.csv")
         for path in paths:
+            if path.resolve() in read:  # below two of the directories
+                continue
+            read.add(path.resolve())
             try:
                 config = json.loads((path / "config.json").read_text())
                 if not {"env_id", "seed", "distribution_mode", "num_envs"} <= config["args"].keys():
                     raise ValueError("arguments are missing")
+                for name, accepted in (("env_id", SCORE_RANGES["easy"]), ("distribution_mode", NUM_GAMES)):
+                    if config["args"][name] not in accepted:
+                        raise ValueError(f"{name} is {config['args'][name]}")
+                if not isinstance(config["args"]["seed"], int):
+                    raise ValueError(f"seed is {config['args']['seed']}")
                 arguments = config["args"] | {"processes": config.get("processes", 1)}
                 configs.append({"script": config["script"], "args": arguments, "path": path})
                 columns = ["global_step", "episodic_return", "episodes"]
@@ -128,7 +136,8 @@ def read_runs(directories):
         seen[algo, env_id, seed] = config["path"]
         full = rows[rows.episodes >= WINDOW].dropna()
         if full.empty:
-            notes.append(f"{algo}, {env_id}, seed {seed}: left out, it has not finished {WINDOW} episodes")
+            number = int(rows.episodes.max()) if len(rows) else 0
+            notes.append(f"{algo}, {env_id}, seed {seed}: left out, {number} of {WINDOW} episodes have finished")
         tables.append(full[["global_step", "episodic_return"]].assign(algo=algo, env_id=env_id, seed=seed))
     if len({config["args"]["num_envs"] for config in configs}) > 1:
         notes.append("the runs differ in num_envs, which matters as much as the algorithm: compare with care")
@@ -156,9 +165,18 @@ def read_curves(paths):
     tables = []
     for path in paths:
         try:
-            table = pd.read_csv(path, dtype={"algo": str, "env_id": str})[list(types)].dropna(subset="episodic_return")
-            if table.algo.isna().any():
-                raise ValueError("a row has no algo")
+            table = pd.read_csv(path, dtype={"algo": str, "env_id": str})
+            if absent := [name for name in types if name not in table]:
+                raise ValueError(f"it has no {', '.join(absent)}")
+            table = table[list(types)].dropna(subset="episodic_return")
+            if table.empty:
+                raise ValueError("no row has a return")
+            if table[["algo", "env_id"]].isna().any(axis=None):
+                raise ValueError("a row has no algo or no env_id")
+            numbers = table[["seed", "global_step", "episodic_return"]].astype(float)
+            whole = numbers[["seed", "global_step"]]
+            if not np.isfinite(numbers).all(axis=None) or not ((whole >= 0) & (whole % 1 == 0)).all(axis=None):
+                raise ValueError("a seed or step is no whole number, 0 or more, or a return is infinite")
             tables.append(table.astype(types))
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).split("\n")[0]
@@ -381,11 +399,11 @@ def score_table(table, algos, games, mode, horizon, args, rng):
     for (algo, env_id), returns in finals.groupby(level=["algo", "env_id"], sort=False):
         mean, low, high = student_interval(returns.to_numpy())
         std = returns.std() if len(returns) > 1 else np.nan
-        rows.append((algo, env_id, "episodic_return", mean, low, high, std, len(returns)))
+        rows.append((algo, env_id, "episodic_return", mean, low, high, std, len(returns), None))
         if mode in SCORE_RANGES:
             normalized = normalize(returns, env_id, mode)
             mean, low, high = student_interval(normalized.to_numpy())
-            rows.append((algo, env_id, "normalized_score", mean, low, high, normalized.std(), len(returns)))
+            rows.append((algo, env_id, "normalized_score", mean, low, high, normalized.std(), len(returns), None))
 
     if mode in SCORE_RANGES and games:
         scores = {
@@ -400,8 +418,10 @@ def score_table(table, algos, games, mode, horizon, args, rng):
             for metric, statistic in functions.items():
                 low, high = bootstrap_interval(statistic, groups[metric], args.resamples, rng)
                 value, runs = statistic(*groups[metric]), sum(map(len, scores[algo]))
-                rows.append((algo, "all", metric, value, low, high, np.nan, runs))
-    return pd.DataFrame(rows, columns=["algo", "env_id", "metric", "value", "low", "high", "std", "runs"])
+                baseline = algos[0] if metric == "probability_of_improvement" else None
+                rows.append((algo, "all", metric, value, low, high, np.nan, runs, baseline))
+    columns = ["algo", "env_id", "metric", "value", "low", "high", "std", "runs", "baseline"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def markdown(scores, algos, games, mode, horizon, notes):
@@ -474,8 +494,9 @@ def main(args):
         fail("expected directories with runs, or --curves FILE.csv")
     if args.curves and args.mode is None:
         fail("--curves: expected --mode with it, the distribution mode of the curves")
-    if args.resamples < 100:
-        fail(f"--resamples {args.resamples}: expected 100 or more")
+    for name, lowest in (("resamples", 100), ("seed", 0), ("max_steps", 1)):
+        if (value := getattr(args, name)) is not None and value < lowest:
+            fail(f"--{name.replace('_', '-')} {value}: expected {lowest} or more")
     tables, mode, notes = [], args.mode, []
     if args.runs:
         table, mode, notes = read_runs(args.runs)
@@ -488,13 +509,18 @@ def main(args):
         fail(f"--curves: expected other names than those of the runs, and both have {', '.join(sorted(both))}")
     types = {"seed": int, "global_step": int, "episodic_return": float}
     table = pd.concat(tables).astype(types).sort_values("global_step", kind="stable")
-    if args.max_steps is not None:
-        table = table[table.global_step <= args.max_steps]
     if table.empty:
-        fail(f"expected a run with {WINDOW} finished episodes{' before --max-steps' if args.max_steps else ''}")
+        fail(f"expected a run in which {WINDOW} episodes have finished ({'; '.join(notes[:3])})")
+    if args.max_steps is not None:
+        first = table.global_step.min()
+        if first > args.max_steps:
+            fail(f"--max-steps {args.max_steps}: expected {first} or more, where the first curve begins")
+        table = table[table.global_step <= args.max_steps]
 
     # PPO and PPG come first, so that they look the same in every figure and PPO is what others are compared with.
-    order = sorted(table.algo.unique(), key=lambda algo: (algo != "PPO", algo != "PPG", algo))
+    algos = set(table.algo)
+    baseline = "PPO" if "PPO" in algos else min((algo for algo in algos if algo.startswith("PPO")), default=None)
+    order = sorted(algos, key=lambda algo: (algo != baseline, algo != "PPG", algo))
     table = table.assign(algo=pd.Categorical(table.algo, order)).sort_values(["algo", "env_id", "seed", "global_step"])
     table["algo"] = table.algo.astype(str)
     ends = table.groupby(["algo", "env_id", "seed"], sort=False).global_step.max()

@@ -12,7 +12,9 @@ import csv
 import fcntl
 import json
 import logging
+import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -34,10 +36,12 @@ from rich.table import Table
 
 from common import fail, load_script
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("ppo_procgen.py", "ppg_procgen.py")
+    scripts: tuple[str, ...] = (str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py"))
     """the training scripts"""
     env_ids: tuple[str, ...] = ("starpilot",)
     """Procgen games; all stands for the 16 games"""
@@ -98,7 +102,10 @@ def parse_args(words):
         if flag in own[:-1]:  # joined, or tyro would take "--n-pi 8" for a flag of its own
             i = own.index(flag)
             own[i : i + 2] = [f"{flag}={own[i + 1]}"]
-    return tyro.cli(Args, args=own, description=__doc__.split("\n")[0]), list(words[split + 1 :])
+    args, unknown = tyro.cli(Args, args=own, description=__doc__.split("\n")[0], return_unknown_args=True)
+    if unknown:
+        fail(f"{shlex.join(unknown)}: expected flags of run.py; those of the scripts come after --, at the end")
+    return args, list(words[split + 1 :])
 
 
 def plan(args, script_args):
@@ -107,26 +114,40 @@ def plan(args, script_args):
     Every run's arguments are parsed and checked by its script, and compared with those of all runs that the
     output directory holds: two configurations of a script in one directory would look like seeds of one.
     """
-    env_ids = ENV_NAMES if "all" in args.env_ids else args.env_ids
+    env_ids = ENV_NAMES if args.env_ids == ("all",) else args.env_ids
+    for env_id in env_ids:
+        if env_id not in ENV_NAMES:
+            fail(f"--env-ids {env_id}: expected all alone, or some of {', '.join(ENV_NAMES)}")
+    for seed in args.seeds:
+        if not 0 <= seed < 2**31:
+            fail(f"--seeds {seed}: expected 0 to {2**31 - 1}")
     for name, values in (("scripts", args.scripts), ("env-ids", env_ids), ("seeds", args.seeds)):
         if not values or len(set(values)) < len(values):
             fail(f"--{name} {' '.join(map(str, values))}: expected at least one, and each once")
     stems = [Path(script).stem for script in args.scripts]
     if len(set(stems)) < len(stems):
         fail(f"--scripts {' '.join(args.scripts)}: expected different names, because a run's directory carries it")
-    if args.cpus_per_run <= 0:
-        fail(f"--cpus-per-run {args.cpus_per_run}: expected more than 0")
-    for name in ("gpus_per_run", "memory_per_run", "retries"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 or more")
+    for kind in ("ppo", "ppg"):
+        if (words := getattr(args, f"{kind}_args")) and not any(kind in stem for stem in stems):
+            fail(f"--{kind}-args {words}: expected among --scripts one with {kind} in its name, to take them")
+    # Ray counts in ten-thousandths.
+    for name, lowest in (("cpus_per_run", 1e-4), ("gpus_per_run", 0), ("memory_per_run", 0), ("retries", 0)):
+        if not lowest <= getattr(args, name) < math.inf:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a finite number, {lowest:g} or more")
 
     out, runs = Path(args.out).resolve(), {}
+    nearest = next(path for path in (out, *out.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        fail(f"--out {args.out}: expected a directory that can be written to, and {nearest} is none")
     for script in map(Path, args.scripts):
         module = load_script(script, "--scripts", ("Args", "check_args", "RESUME_MAY_CHANGE"))
         arguments = list(script_args)
         for kind in ("ppo", "ppg"):
             if kind in script.stem:
-                arguments += shlex.split(getattr(args, f"{kind}_args"))
+                try:
+                    arguments += shlex.split(words := getattr(args, f"{kind}_args"))
+                except ValueError as error:
+                    fail(f"--{kind}-args {words}: expected words, quoted as in a shell ({error})")
         for word in arguments:
             if word.split("=")[0].replace("_", "-") in ("--env-id", "--seed", "--run-dir", "--run-name", "--resume"):
                 fail(f"{word}: run.py sets this flag itself; expected --env-ids, --seeds or --out")
@@ -140,23 +161,28 @@ def plan(args, script_args):
 
         own = {"env_id", "seed", "run_dir", "run_name", *module.RESUME_MAY_CHANGE}
         for config in sorted((out / script.stem).glob("*/*/config.json")):
-            stored = json.loads(config.read_text())["args"]
+            try:
+                stored = dict(json.loads(config.read_text())["args"])
+            except (OSError, ValueError, KeyError, TypeError):
+                fail(f"--out {args.out}: expected runs there, and {config} is not the config.json of one")
             for name, value in vars(parsed).items():
                 same = name in own or stored.get(name) == value
                 if name == "total_timesteps":  # a grid can grow, as a whole
                     same = stored[name] == value or (stored[name] < value and config.parent in runs)
                 if not same:
                     flag, existing = "--" + name.replace("_", "-"), stored.get(name)
-                    fail(f"{flag} {value}: {config.parent} was run with {existing}; expected that, or another --out")
+                    grow = ", more steps for all games and seeds of the grid" * (name == "total_timesteps")
+                    expected = f"expected that{grow}, or another --out"
+                    fail(f"{flag} {value}: {config.parent} was run with {existing}; {expected}")
     return sorted(runs.values(), key=lambda run: (args.seeds.index(run.seed), env_ids.index(run.env_id)))
 
 
 def last_row(run):
-    """The last row of the run's progress.csv, as strings, or nothing before there is one."""
+    """The last row of the run's progress.csv, or nothing if there is none: the checkpoint holds the rows too."""
     try:
         with open(run.path / "progress.csv", newline="") as file:
-            return list(csv.DictReader(file))[-1]
-    except (OSError, IndexError):
+            return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
+    except (OSError, IndexError, ValueError, TypeError):
         return {}
 
 
@@ -238,8 +264,8 @@ def time_left(runs, slots):
     """
     paces = {}
     for run in runs:
-        if float(run.row.get("SPS", 0)) > 0 and run.state in ("running", "done"):
-            paces.setdefault(run.script, []).append(float(run.row["SPS"]))
+        if run.row.get("SPS", 0) > 0 and run.state in ("running", "done"):
+            paces.setdefault(run.script, []).append(run.row["SPS"])
     unfinished = [run for run in runs if run.state in ("waiting", "running")]
     if not paces or not unfinished:
         return None
@@ -266,7 +292,7 @@ def overview(runs, note):
         if run.state in ("running", "failed"):
             state = run.state + (f" (failures: {run.failures})" if run.failures else "")
             steps, total = f"{run.global_step:,}", f"{run.total_timesteps:,}"
-            pace, episodic_return = (float(run.row.get(name, "nan")) for name in ("SPS", "episodic_return"))
+            pace, episodic_return = (run.row.get(name, math.nan) for name in ("SPS", "episodic_return"))
             cells = (run.script.stem, run.env_id, str(run.seed), state, steps, total)
             table.add_row(*cells, f"{pace:.0f}", f"{episodic_return:.2f}")
     return Group(summary(runs), *([table] if table.row_count else []), *([note] if note else []))
@@ -293,15 +319,13 @@ def main():
 
     import ray  # not before: to print commands must not take it
 
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--out {args.out}: expected a directory that can be written to ({error.strerror})")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = dict(include_dashboard=False) if args.address is None else {}
     try:
+        if place := re.fullmatch(r"([^/]+):(\d+)", args.address or ""):  # Ray itself would try for minutes
+            socket.create_connection((place[1], int(place[2])), timeout=10).close()
         ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         fail(f"--address {args.address}: expected the host:port of a Ray cluster, or auto ({reason})")
     amounts = (("cpus", args.cpus_per_run, "CPU", 1), ("gpus", args.gpus_per_run, "GPU", 1))

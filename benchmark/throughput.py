@@ -26,11 +26,12 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -244,10 +245,30 @@ def markdown(table):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def send_result(connection, function, arguments):
+    """Call the function and send what it returns."""
+    os.setsid()  # Ctrl-C at the terminal is not for the script, which would stop with a checkpoint
+    connection.send(function(*arguments))
+
+
 def alone(function, *arguments):
-    """Call the function in a fresh process: memory is counted from zero, and nothing is compiled yet."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(function, *arguments).result()
+    """Call the function in a fresh process: memory is counted from zero, and nothing is compiled yet.
+
+    The process ends with this one's wait for it, whatever ends that.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_result, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:  # it failed, and has said why
+        process.join()
+        sys.exit(process.exitcode)
+    finally:
+        process.kill()
+        process.join()
 
 
 def main(args):
@@ -291,4 +312,6 @@ def main(args):
 
 
 if __name__ == "__main__":
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
     main(tyro.cli(Args, description=__doc__.split("\n")[0]))

@@ -397,6 +397,7 @@ def refused(capsys, tmp_path, *words):
         ("--distribution-mode memory", "--distribution-mode memory: ", "caveflyer, dodgeball, heist"),
         ("--gap --num-levels 4", "--num-levels 4: ", "--gap"),
         ("--gap --start-level 0", "--start-level 0: ", "--gap"),
+        ("--gap --distribution-mode hard", "--distribution-mode hard: ", "--gap"),
         ("--grid", "--grid: ", "--video"),
         ("--grid --video a.mp4 --episodes 15", "--episodes 15: ", "16"),
         ("--video a.avi", "--video a.avi: ", ".mp4 or .gif"),
@@ -421,7 +422,6 @@ def test_a_gap_needs_levels_that_were_not_trained_on(capsys, ppo, ppg, tmp_path)
     assert "beyond" in refused(capsys, tmp_path, ppg, "--gap")
     change_args(ppo, env_id="coinrun", distribution_mode="exploration")
     assert "exploration" in refused(capsys, tmp_path, ppo, "--gap")
-    assert "exploration" in refused(capsys, tmp_path, ppo, "--gap", "--distribution-mode", "easy")
     assert "exploration" in refused(capsys, tmp_path, ppo, "--num-levels", 3)
 
 

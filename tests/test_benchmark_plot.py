@@ -374,15 +374,16 @@ def finals_grid(path):
 
 def test_scores_csv_holds_the_values_worked_out_by_hand(quick, tmp_path):
     scores, text = report(tmp_path, finals_grid(tmp_path / "runs"))
-    assert list(scores.columns) == ["algo", "env_id", "metric", "value", "low", "high", "std", "runs"]
+    assert list(scores.columns) == ["algo", "env_id", "metric", "value", "low", "high", "std", "runs", "baseline"]
     assert len(scores) == 2 * (2 * 2 + 3) + 1
     scores = scores.set_index(["algo", "env_id", "metric"])
 
     row = scores.loc["PPO", "starpilot", "episodic_return"]
     half = stats.t.ppf(0.975, 1) * 3  # the standard deviation of 12 and 18 is 6 / √2, that of their mean 3
-    assert list(row) == pytest.approx([15, 15 - half, 15 + half, 6 / 2**0.5, 2], rel=1e-5)
+    assert list(row[:5]) == pytest.approx([15, 15 - half, 15 + half, 6 / 2**0.5, 2], rel=1e-5)
     row = scores.loc["PPO", "starpilot", "normalized_score"]
-    assert list(row) == pytest.approx([12.5 / 61.5, (12.5 - half) / 61.5, (12.5 + half) / 61.5, 6 / 2**0.5 / 61.5, 2])
+    expected = [12.5 / 61.5, (12.5 - half) / 61.5, (12.5 + half) / 61.5, 6 / 2**0.5 / 61.5, 2]
+    assert list(row[:5]) == pytest.approx(expected)
 
     expected = {  # of two runs one is drawn: the interval reaches from the worse of each game to the better of each
         ("PPO", "mean"): ((12.5 / 61.5 + 0.6) / 2, (9.5 / 61.5 + 0.4) / 2, (15.5 / 61.5 + 0.8) / 2),
@@ -394,6 +395,7 @@ def test_scores_csv_holds_the_values_worked_out_by_hand(quick, tmp_path):
     for (algo, metric), values in expected.items():
         row = scores.loc[algo, "all", metric]
         assert (row.value, row.low, row.high, row.runs) == pytest.approx((*values, 4), rel=1e-5), metric
+        assert row.baseline == "PPO" if metric == "probability_of_improvement" else pd.isna(row.baseline)
     assert ("PPO", "all", "probability_of_improvement") not in scores.index
 
     assert "easy, at 2,000 environment steps" in text and "Over games (2 of 16)" in text
@@ -531,7 +533,7 @@ def test_a_whole_grid_needs_no_notes_but_missing_games_and_seeds_do(quick, tmp_p
     (runs / "ppo_procgen.py" / "coinrun" / "1" / "config.json").unlink()
     (runs / "ppo_procgen.py" / "coinrun" / "3" / "config.json").unlink()
     scores, text = report(tmp_path, runs)
-    assert notes(text)[:5] == [
+    assert [note for note in notes(text) if "no config.json" not in note][:5] == [
         "PPO: 3 of 16 games",
         "PPO, coinrun: no seed 1, 3",
         "PPO, coinrun: one seed, so no interval",
@@ -573,13 +575,16 @@ def test_runs_that_have_just_begun_are_left_out_and_named(quick, tmp_path):
     make_run(runs / "empty", steps=[], returns=[], episodes=[], env_id="coinrun", seed=5)
     make_run(runs / "nothing", env_id="coinrun", seed=6)
     (runs / "nothing" / "progress.csv").unlink()
+    make_run(runs / "nameless", env_id="coinrun", seed=6)
+    (runs / "nameless" / "config.json").unlink()
     make_run(runs / "7.incomplete-20250101-000000", env_id="coinrun", seed=6)
     scores, text = report(tmp_path, runs)
     left_out = sorted(note for note in notes(text) if "left out" in note)
     assert left_out == [
+        f"{runs}/nameless: left out, it has no config.json",
         f"{runs}/nothing: left out, it has no progress.csv",
-        "PPO, coinrun, seed 4: left out, it has not finished 100 episodes",
-        "PPO, coinrun, seed 5: left out, it has not finished 100 episodes",
+        "PPO, coinrun, seed 4: left out, 19 of 100 episodes have finished",
+        "PPO, coinrun, seed 5: left out, 0 of 100 episodes have finished",
     ]
     assert set(scores[scores.metric == "episodic_return"].runs) == {3}
 
@@ -695,11 +700,18 @@ def test_commands_without_enough_are_refused(capsys, tmp_path):
     assert f"{tmp_path}/none: expected runs below it" in refused(capsys, tmp_path, tmp_path / "none")
     curves = write_curves(tmp_path / "curves.csv")
     assert "--mode" in refused(capsys, tmp_path, "--curves", curves)
-    assert "--resamples 9" in refused(capsys, tmp_path, "--curves", curves, "--mode", "easy", "--resamples", 9)
-    assert "before --max-steps" in refused(capsys, tmp_path, "--curves", curves, "--mode", "easy", "--max-steps", 50)
+    for flag, value, accepted in (("resamples", 9, 100), ("seed", -1, 0), ("max-steps", 0, 1), ("max-steps", 50, 100)):
+        complaint = refused(capsys, tmp_path, "--curves", curves, "--mode", "easy", f"--{flag}", value)
+        assert f"--{flag} {value}: expected {accepted} or more" in complaint
     assert "--curves" in refused(capsys, tmp_path, "--curves", tmp_path / "none.csv", "--mode", "easy")
     make_run(tmp_path / "begun", episodes=range(20))
-    assert "a run with 100 finished episodes" in refused(capsys, tmp_path, tmp_path / "begun")
+    assert "100 episodes have finished (PPO, starpilot, seed 1: left out, 19 of" in refused(
+        capsys, tmp_path, tmp_path / "begun"
+    )
+
+
+ARGS = {"env_id": "coinrun", "seed": 2, "distribution_mode": "easy", "num_envs": 64}
+CONFIG = json.dumps({"script": "ppg_procgen.py", "args": ARGS})
 
 
 @pytest.mark.parametrize(
@@ -710,6 +722,9 @@ def test_commands_without_enough_are_refused(capsys, tmp_path):
         ("config.json", '{"model_type": "gpt"}'),
         ("config.json", '{"script": "ppo_procgen.py", "args": {"seed": 1}}'),
         ("config.json", '{"script": "ppo_procgen.py", "args": []}'),
+        ("config.json", CONFIG.replace("coinrun", "coinrum")),
+        ("config.json", CONFIG.replace("easy", "simple")),
+        ("config.json", CONFIG.replace("2", '"two"')),
         ("progress.csv", ""),
         ("progress.csv", "time/total_timesteps,rollout/ep_rew_mean\n100,3\n"),
         ("progress.csv", "global_step,episodic_return,episodes\n100,much,200\n"),
@@ -722,7 +737,13 @@ def test_what_is_no_run_is_refused_by_its_path(capsys, tmp_path, name, content):
     assert f"{broken}: expected the config.json and progress.csv of a run (" in refused(capsys, tmp_path, runs)
 
 
-@pytest.mark.parametrize("problem", ["column", "text", "empty", "game", "no name", "no seed", "twice"])
+SPOILT = {"game": ("env_id", "pong"), "half a seed": ("seed", 1.5), "negative step": ("global_step", -100),
+          "infinite": ("episodic_return", np.inf)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "problem", [*SPOILT, "column", "text", "empty", "no name", "no game", "no seed", "no rows", "twice"]
+)
 def test_curves_of_another_shape_are_refused(capsys, tmp_path, problem):
     path = write_curves(tmp_path / "curves.csv")
     table = pd.read_csv(path)
@@ -730,10 +751,13 @@ def test_curves_of_another_shape_are_refused(capsys, tmp_path, problem):
         table = table.rename(columns={"global_step": "step"})
     elif problem == "text":
         table = table.assign(episodic_return="high")
-    elif problem == "game":
-        table = table.assign(env_id="pong")
-    elif problem in ("no name", "no seed"):
-        column = problem.split()[1].replace("name", "algo")
+    elif problem in SPOILT:
+        column, value = SPOILT[problem]
+        table = table.assign(**{column: value})
+    elif problem == "no rows":
+        table = table[:0]
+    elif problem in ("no name", "no game", "no seed"):
+        column = {"no name": "algo", "no game": "env_id", "no seed": "seed"}[problem]
         table[column] = table[column].astype(object)
         table.loc[3, column] = np.nan
     elif problem == "twice":
@@ -757,6 +781,20 @@ def test_runs_without_a_step_in_common_are_refused_by_name(capsys, tmp_path):
     make_run(runs / "begun", steps=[100, 200], env_id="maze", seed=2)
     complaint = refused(capsys, tmp_path, runs)
     assert "PPO, maze, seed 2 ends at 200, before the first value of PPO, plunder, seed 1 at 1,100" in complaint
+
+
+def test_runs_that_are_named_twice_count_once(quick, tmp_path):
+    runs = make_grid(tmp_path / "runs", scripts=["ppo_procgen.py"])
+    once, twice = report(tmp_path, runs)[0], report(tmp_path, runs, runs / "ppo_procgen.py", tmp_path / "." / "runs")[0]
+    assert once.equals(twice)
+
+
+def test_without_a_plain_ppo_the_first_variant_of_it_is_the_baseline(quick, tmp_path):
+    make_grid(tmp_path / "runs")
+    make_grid(tmp_path / "runs" / "other", scripts=["ppo_procgen.py"], gamma=0.9)
+    scores, text = report(tmp_path, tmp_path / "runs")
+    assert "P(better than PPO, gamma=0.9)" in text
+    assert set(scores.baseline.dropna()) == {"PPO, gamma=0.9"}
 
 
 def test_an_output_that_is_no_directory_is_refused(capsys, tmp_path):

@@ -235,9 +235,17 @@ SAME = ["--total-timesteps", "1_000_000"]
         (["--scripts", run.__file__], SAME, "expected ppo_procgen.py, ppg_procgen.py or a copy; this file has no"),
         (["--seeds", "1", "1"], SAME, "--seeds 1 1: expected at least one, and each once"),
         (["--env-ids", "starpilot", "starpilot"], SAME, "--env-ids starpilot starpilot: expected at least one"),
-        (["--env-ids", "pong"], SAME, "--env-id pong: no such game"),
-        (["--cpus-per-run", "0"], SAME, "--cpus-per-run 0.0: expected more than 0"),
-        (["--retries", "-1"], SAME, "--retries -1: expected 0 or more"),
+        (["--env-ids", "pong"], SAME, "--env-ids pong: expected all alone, or some of bigfish, bossfight"),
+        (["--env-ids", "all", "maze"], SAME, "--env-ids all: expected all alone, or some of bigfish"),
+        (["--seeds", "-1"], SAME, "--seeds -1: expected 0 to 2147483647"),
+        (["--cpus-per-run", "0"], SAME, "--cpus-per-run 0.0: expected a finite number, 0.0001 or more"),
+        (["--memory-per-run", "nan"], SAME, "--memory-per-run nan: expected a finite number, 0 or more"),
+        (["--retries", "-1"], SAME, "--retries -1: expected a finite number, 0 or more"),
+        (["--ppo-args", "--gamma 1"], SAME, "--ppo-args --gamma 1: expected among --scripts one with ppo in its name"),
+        (["--ppg-args", "--n-pi '8"], SAME, "--ppg-args --n-pi '8: expected words, quoted as in a shell"),
+        (["--scripts", "bad.py"], SAME, "--scripts bad.py: expected a training script that can be imported (Name"),
+        (["--out", "bad.py"], SAME, "--out bad.py: expected a directory that can be written to"),
+        (["--gamma", "0.9"], SAME, "--gamma 0.9: expected flags of run.py; those of the scripts come after --"),
         ([], [*SAME, "--seed", "3"], "--seed: run.py sets this flag itself"),
         ([], [*SAME, "--run_dir=x"], "--run_dir=x: run.py sets this flag itself"),
         ([], [*SAME, "--num-envs", "63"], "--num-envs 63: expected a multiple of --num-minibatches 8"),
@@ -246,6 +254,7 @@ SAME = ["--total-timesteps", "1_000_000"]
 def test_bad_input_is_one_line_that_names_the_flag_before_anything_is_written(
     own, of_scripts, message, existing_run, tmp_path, monkeypatch, capsys
 ):
+    (tmp_path / "bad.py").write_text("nonsense\n")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     words = [*own, "--dry-run", "--", *of_scripts]
@@ -260,6 +269,35 @@ def test_bad_input_is_one_line_that_names_the_flag_before_anything_is_written(
     assert stop.value.code == 2
     assert error.count("\n") == 1 and message.format(run=existing_run) in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"args": 3}'])
+def test_a_damaged_config_in_the_directory_of_the_grid_is_named(content, existing_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (existing_run / "config.json").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--dry-run", "--", *SAME])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert f"{existing_run}/config.json is not the config.json of one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["", "64,abc\n", "64\n", "64,9,1\n"])
+def test_a_damaged_progress_csv_means_that_the_checkpoint_decides(rows, tmp_path):
+    (tmp_path / "progress.csv").write_text(f"global_step,SPS\n{rows}")
+    assert run.last_row(SimpleNamespace(path=tmp_path)) == {}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "nowhere.invalid:6379"])
+def test_a_cluster_that_does_not_answer_is_refused_at_once(address, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = str(ROOT / "ppg_procgen.py")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--scripts", script, "--address", address, "--", *SAME])
+    with pytest.raises(SystemExit) as stop:
+        run.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert f"--address {address}: expected the host:port of a Ray cluster" in error
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("seeds, total", [(["1"], "1_000_000"), (["1", "2"], "2_000_000"), (["2"], "1_000_000")])
@@ -300,7 +338,7 @@ def test_a_run_is_finished_when_its_last_row_and_its_last_checkpoint_are_of_the_
 
 def test_time_left_adds_the_steps_left_at_the_pace_of_each_script():
     def one(script, state, step, pace=None):
-        row = dict(global_step=str(step)) | ({} if pace is None else dict(SPS=str(pace)))
+        row = dict(global_step=step) | ({} if pace is None else dict(SPS=pace))
         return run.Run(Path(script), "starpilot", 1, [], 1000, Path("x"), row, state)
 
     # 5 s and 25 s under way, 50 s and 25 s waiting, on two cores.

@@ -2,9 +2,13 @@
 
 import functools
 import itertools
+import signal
+import subprocess
 import sys
+import time
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 import tyro
@@ -84,6 +88,17 @@ def test_the_shortened_run_has_the_minibatches_and_epochs_of_the_defaults(script
     assert args.total_timesteps == 2 * 64 * 64  # a phase to warm up, and one that counts
     if script is SCRIPTS[1]:
         assert (args.n_pi, args.aux_minibatch_segments * args.num_steps) == (1, 4 * 256)
+
+
+def test_a_measurement_ends_with_the_command(tmp_path):
+    words = [sys.executable, throughput.__file__, "--compile", "off", "--out", str(tmp_path / "table")]
+    command = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (measuring := [p for p in psutil.Process(command.pid).children() if "spawn_main" in str(p.cmdline())]):
+        time.sleep(0.05)
+    time.sleep(5)  # let it get to work
+    command.terminate()
+    assert command.wait(10) == 128 + signal.SIGTERM
+    assert not any(process.is_running() for process in measuring)
 
 
 def test_the_command_prints_the_table_that_it_saves(tmp_path, capsys):
