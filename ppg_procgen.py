@@ -922,8 +922,8 @@ def main(args):
             with torch.no_grad():
                 _, values[args.num_steps] = act(torch.from_numpy(next_obs).to(device))
 
-            # Advantages, normalized once over the whole rollout, and value targets. The rollouts of several processes
-            # count as one: each process normalizes with the statistics of all.
+            # Value targets and advantages of normalized rewards; the advantages then once more, over the whole rollout.
+            # The rollouts of several processes count as one: each process normalizes with the statistics of all.
             own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
             all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
             normalized_rewards, reward_stats = normalize_rewards(all_rewards, all_starts, reward_stats)
