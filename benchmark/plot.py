@@ -136,7 +136,7 @@ def read_runs(directories):
         seen[algo, env_id, seed] = config["path"]
         full = rows[rows.episodes >= WINDOW].dropna()
         if full.empty:
-            number = int(rows.episodes.max()) if len(rows) else 0
+            number = int(max([0, *rows.episodes.dropna()]))
             notes.append(f"{algo}, {env_id}, seed {seed}: left out, {number} of {WINDOW} episodes have finished")
         tables.append(full[["global_step", "episodic_return"]].assign(algo=algo, env_id=env_id, seed=seed))
     if len({config["args"]["num_envs"] for config in configs}) > 1:

@@ -254,7 +254,7 @@ def send_result(connection, function, arguments):
 def alone(function, *arguments):
     """Call the function in a fresh process: memory is counted from zero, and nothing is compiled yet.
 
-    The process ends with this one's wait for it, whatever ends that.
+    It is killed when the wait for it ends, be that by a signal.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

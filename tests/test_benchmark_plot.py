@@ -575,6 +575,7 @@ def test_runs_that_have_just_begun_are_left_out_and_named(quick, tmp_path):
     make_run(runs / "empty", steps=[], returns=[], episodes=[], env_id="coinrun", seed=5)
     make_run(runs / "nothing", env_id="coinrun", seed=6)
     (runs / "nothing" / "progress.csv").unlink()
+    make_run(runs / "cut", steps=[100], returns=[3.0], episodes=[np.nan], env_id="coinrun", seed=7)
     make_run(runs / "nameless", env_id="coinrun", seed=6)
     (runs / "nameless" / "config.json").unlink()
     make_run(runs / "7.incomplete-20250101-000000", env_id="coinrun", seed=6)
@@ -585,6 +586,7 @@ def test_runs_that_have_just_begun_are_left_out_and_named(quick, tmp_path):
         f"{runs}/nothing: left out, it has no progress.csv",
         "PPO, coinrun, seed 4: left out, 19 of 100 episodes have finished",
         "PPO, coinrun, seed 5: left out, 0 of 100 episodes have finished",
+        "PPO, coinrun, seed 7: left out, 0 of 100 episodes have finished",
     ]
     assert set(scores[scores.metric == "episodic_return"].runs) == {3}
 
