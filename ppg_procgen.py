@@ -1010,10 +1010,10 @@ def main(args):
         # none): the policy's encoder learns to predict the value targets of all its rollouts.
         if in_auxiliary_phase:
             # π_old(·|s) of all states, the policy as the policy phase left it: the first step below
-            # already moves π, and the KL has to hold it to where it was.
+            # already moves π, and the KL has to hold it to where it was. (A run that was stopped has some.)
             progress.set_description_str("auxiliary phase, π_old", refresh=False)
             for rollout_obs in aux_obs[len(aux_old_logits) :]:
-                if agreed_signal():
+                if agreed_signal():  # noticed once more, and obeyed, before the next epoch
                     break
                 chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
                 with torch.no_grad():
