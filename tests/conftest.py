@@ -1,5 +1,6 @@
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 # gym3 closes an environment that a test left open when it is garbage-collected. If that happens while cffi loads the
 # library for the next one, both wait for the same lock, forever.
 CEnv.__del__ = lambda self: None
+
+# A shell's background jobs ignore SIGINT, and what they start would too: the tests' processes are to obey it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The networks of the tests are tiny: a second thread would only wait for the first.
 torch.set_num_threads(1)
