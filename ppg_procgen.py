@@ -2,7 +2,7 @@
 
 When policy and value function share an encoder, each gains from what the other learns; but their
 gradients interfere there, and both must train for equally many epochs, though the value function
-bears many more over the same data. PPG (Cobbe et al. 2020, arXiv 2009.04416) keeps the gain and
+tolerates many more over the same data. PPG (Cobbe et al. 2020, arXiv 2009.04416) keeps the gain and
 avoids both costs by taking turns:
 
 - the policy phase: N_π iterations of PPO, each a rollout and an update on it, in which policy and
@@ -10,7 +10,7 @@ avoids both costs by taking turns:
 - the auxiliary phase: E_aux epochs over all N_π rollouts teach the policy's encoder to predict the
   value targets (advantage estimate + value, as of each rollout), through an auxiliary value head
   that serves nothing else. A KL penalty holds the policy itself where it was. The value function
-  trains on the same targets for as many epochs, which are more than the policy could bear.
+  trains on the same targets for as many epochs, which are more than the policy would tolerate.
 
     python ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
     python ppg_procgen.py --help
@@ -108,7 +108,7 @@ class Args:
     e_pi: int = 1
     """E_π, epochs of the policy over each rollout"""
     e_v: int = 1
-    """E_V, epochs of the value function over each rollout; if not e_pi, all of them before the policy's"""
+    """E_V, epochs of the value function over each rollout; if this differs from e_pi, they come before the policy's"""
     e_aux: int = 6
     """E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase"""
     beta_clone: float = 1.0
@@ -120,14 +120,14 @@ class Args:
     aux_kl_limit: float | None = None
     """end an auxiliary phase early once an epoch's mean KL passes this (try 0.02; None: never)"""
     arch: Literal["dual", "shared", "detach"] = "dual"
-    """dual: an encoder each for policy and value function; shared: one for both; detach: one for
-    both, which only the policy trains in the policy phase, and both in the auxiliary phase"""
+    """dual: an encoder each for policy and value function; shared: one, which both train in both phases;
+    detach: one, which the value function trains in the auxiliary phase only"""
     clip_coef: float = 0.2
     """ε of the clipped objective; 0 turns clipping off"""
     ent_coef: float = 0.01
     """β_S, weight of the entropy bonus"""
     vf_coef: float = 0.5
-    """weight of the squared value error, the ½ in ½ (V − V_targ)²"""
+    """weight of the squared value error in the PPO update, the ½ in ½ (V − V_targ)²"""
     kl_coef: float = 0.0
     """β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL"""
     device: str = "auto"
@@ -556,6 +556,14 @@ def replacing(path, mode="w"):
         temporary.unlink(missing_ok=True)
 
 
+def write_rows(path, rows):
+    """Replace the table at `path` by these rows (dictionaries with the same keys) as CSV."""
+    with replacing(path) as file:
+        csv_writer = csv.DictWriter(file, rows[0])
+        csv_writer.writeheader()
+        csv_writer.writerows(rows)
+
+
 def fail(message):
     """Report bad input in one line on standard error, once a machine, and exit with code 2 as argument parsers do."""
     if LOCAL_RANK == 0:
@@ -792,6 +800,8 @@ def main(args):
         if RANK == 0:
             with replacing(run_path / "config.json") as file:
                 json.dump(config, file, indent=2)
+            if rows:  # a crash can have left fewer than the checkpoint has, or more
+                write_rows(run_path / "progress.csv", rows)
     except OSError as error:
         fail(f"{run_path}: expected a directory that can be written to ({error.strerror})")
     writer = None  # of TensorBoard, from the first row on
@@ -802,8 +812,9 @@ def main(args):
         wandb.init(
             project=args.wandb_project_name,
             entity=args.wandb_entity,
+            group=f"{args.env_id}__{Path(__file__).stem}",  # the seeds of a grid side by side
             name=run_path.name,
-            config=config["args"],
+            config=config.pop("args") | config,  # device and precision as they turned out
         )
 
     # One live line on a terminal; elsewhere a line a minute.
@@ -893,7 +904,7 @@ def main(args):
             written = False
         return all(gather(written))  # no process ends while the first one writes
 
-    stop_signal, checkpoint_written = None, True
+    stop_signal, metrics_written, checkpoint_written = None, True, True
     start_time, start_step = time.time(), global_step
 
     while iteration < num_iterations and not stop_signal:
@@ -922,7 +933,7 @@ def main(args):
             with torch.no_grad():
                 _, values[args.num_steps] = act(torch.from_numpy(next_obs).to(device))
 
-            # Value targets and advantages of normalized rewards; the advantages then once more, over the whole rollout.
+            # Advantages and value targets, of normalized rewards; then the advantages are normalized over the rollout.
             # The rollouts of several processes count as one: each process normalizes with the statistics of all.
             own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
             all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
@@ -1010,10 +1021,10 @@ def main(args):
         # none): the policy's encoder learns to predict the value targets of all its rollouts.
         if in_auxiliary_phase:
             # π_old(·|s) of all states, the policy as the policy phase left it: the first step below
-            # already moves π, and the KL has to hold it to where it was. (A run that was stopped has some.)
+            # already moves π, and the KL has to hold it to where it was. (A resumed run may have some already.)
             progress.set_description_str("auxiliary phase, π_old", refresh=False)
             for rollout_obs in aux_obs[len(aux_old_logits) :]:
-                if agreed_signal():  # noticed once more, and obeyed, before the next epoch
+                if agreed_signal():  # the check before the next epoch sees it too, and stops
                     break
                 chunks = rollout_obs.flatten(0, 1).split(microbatch_size)
                 with torch.no_grad():
@@ -1077,16 +1088,15 @@ def main(args):
         progress.set_postfix_str(f"return {metrics['charts/episodic_return']:.2f}", refresh=False)
         try:
             if RANK == 0:
-                with replacing(run_path / "progress.csv") as file:
-                    csv_writer = csv.DictWriter(file, rows[0])
-                    csv_writer.writeheader()
-                    csv_writer.writerows(rows)
+                write_rows(run_path / "progress.csv", rows)
                 writer = writer or SummaryWriter(run_path, purge_step=global_step)
                 for name, value in metrics.items():
                     if not math.isnan(value):
                         writer.add_scalar(name, value, global_step)
+            metrics_written = True
         except OSError as error:
             progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
+            metrics_written = False
             writer = None  # its thread ends with its first error
         if track:
             wandb.log(metrics, step=global_step)
@@ -1119,7 +1129,7 @@ def main(args):
         sys.exit(128 + stop_signal)
     if RANK == 0:
         print(f"{run_path} has {global_step} steps", flush=True)
-    if not checkpoint_written:
+    if not (checkpoint_written and metrics_written):
         sys.exit(1)
     return run_path
 

@@ -101,7 +101,7 @@ class Args:
     ent_coef: float = 0.01
     """β_S, weight of the entropy bonus"""
     vf_coef: float = 0.5
-    """weight of the squared value error, the ½ in ½ (V − V_targ)²"""
+    """weight of the squared value error in the PPO update, the ½ in ½ (V − V_targ)²"""
     kl_coef: float = 0.0
     """β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL"""
     device: str = "auto"
@@ -484,6 +484,14 @@ def replacing(path, mode="w"):
         temporary.unlink(missing_ok=True)
 
 
+def write_rows(path, rows):
+    """Replace the table at `path` by these rows (dictionaries with the same keys) as CSV."""
+    with replacing(path) as file:
+        csv_writer = csv.DictWriter(file, rows[0])
+        csv_writer.writeheader()
+        csv_writer.writerows(rows)
+
+
 def fail(message):
     """Report bad input in one line on standard error, once a machine, and exit with code 2 as argument parsers do."""
     if LOCAL_RANK == 0:
@@ -682,6 +690,8 @@ def main(args):
         if RANK == 0:
             with replacing(run_path / "config.json") as file:
                 json.dump(config, file, indent=2)
+            if rows:  # a crash can have left fewer than the checkpoint has, or more
+                write_rows(run_path / "progress.csv", rows)
     except OSError as error:
         fail(f"{run_path}: expected a directory that can be written to ({error.strerror})")
     writer = None  # of TensorBoard, from the first row on
@@ -692,8 +702,9 @@ def main(args):
         wandb.init(
             project=args.wandb_project_name,
             entity=args.wandb_entity,
+            group=f"{args.env_id}__{Path(__file__).stem}",  # the seeds of a grid side by side
             name=run_path.name,
-            config=config["args"],
+            config=config.pop("args") | config,  # device and precision as they turned out
         )
 
     # One live line on a terminal; elsewhere a line a minute.
@@ -770,7 +781,7 @@ def main(args):
             written = False
         return all(gather(written))  # no process ends while the first one writes
 
-    stop_signal, checkpoint_written = None, True
+    stop_signal, metrics_written, checkpoint_written = None, True, True
     start_time, start_step = time.time(), global_step
 
     while iteration < num_iterations and not stop_signal:
@@ -795,7 +806,7 @@ def main(args):
         with torch.no_grad():
             _, values[args.num_steps] = act(torch.from_numpy(next_obs).to(device))
 
-        # Value targets and advantages of normalized rewards; the advantages then once more, over the whole rollout.
+        # Advantages and value targets, of normalized rewards; then the advantages are normalized over the rollout.
         # The rollouts of several processes count as one: each process normalizes with the statistics of all.
         own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
         all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
@@ -868,16 +879,15 @@ def main(args):
         progress.set_postfix_str(f"return {metrics['charts/episodic_return']:.2f}", refresh=False)
         try:
             if RANK == 0:
-                with replacing(run_path / "progress.csv") as file:
-                    csv_writer = csv.DictWriter(file, rows[0])
-                    csv_writer.writeheader()
-                    csv_writer.writerows(rows)
+                write_rows(run_path / "progress.csv", rows)
                 writer = writer or SummaryWriter(run_path, purge_step=global_step)
                 for name, value in metrics.items():
                     if not math.isnan(value):
                         writer.add_scalar(name, value, global_step)
+            metrics_written = True
         except OSError as error:
             progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
+            metrics_written = False
             writer = None  # its thread ends with its first error
         if track:
             wandb.log(metrics, step=global_step)
@@ -910,7 +920,7 @@ def main(args):
         sys.exit(128 + stop_signal)
     if RANK == 0:
         print(f"{run_path} has {global_step} steps", flush=True)
-    if not checkpoint_written:
+    if not (checkpoint_written and metrics_written):
         sys.exit(1)
     return run_path
 

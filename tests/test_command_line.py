@@ -167,7 +167,9 @@ def test_track_leaves_an_offline_run_of_weights_and_biases(tmp_path):
     done = run(command(ppg_procgen, **THREE_ROLLOUTS, track=True), tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr.decode()
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"charts/episodic_return" in record.read_bytes()
+    content = record.read_bytes()
+    assert b"charts/episodic_return" in content
+    assert b"total_timesteps" in content and b"git_commit" in content, "all of config.json"
 
 
 def test_importing_a_script_trains_nothing_and_leaves_nothing(tmp_path):

@@ -292,8 +292,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(script):
     assert_same_end("runs/run", "runs/whole")
 
 
-@both_scripts
-def test_no_row_is_lost_to_a_disk_that_was_full_for_a_while(monkeypatch, script, capfd):
+def fill_disk_at_the_third_row(monkeypatch, script):
     replacing, names = script.replacing, []
 
     def full_at_the_third_row(path, *mode):
@@ -303,11 +302,39 @@ def test_no_row_is_lost_to_a_disk_that_was_full_for_a_while(monkeypatch, script,
         return replacing(path, *mode)
 
     monkeypatch.setattr(script, "replacing", full_at_the_third_row)
+
+
+@both_scripts
+def test_no_row_is_lost_to_a_disk_that_was_full_for_a_while(monkeypatch, script, capfd):
+    fill_disk_at_the_third_row(monkeypatch, script)
     train(script, run_name="run", total_timesteps=ROLLOUT * 5)
     assert "metrics could not be written" in capfd.readouterr().err
     assert list(rows("runs/run")["global_step"]) == [ROLLOUT * i for i in (1, 2, 3, 4, 5)]
     events = EventAccumulator("runs/run").Reload()
     assert [event.step for event in events.Scalars("charts/episodes")] == [ROLLOUT * i for i in (1, 2, 4, 5)]
+
+
+@both_scripts
+def test_a_last_row_that_could_not_be_written_is_an_error_and_resuming_brings_it_back(monkeypatch, script):
+    fill_disk_at_the_third_row(monkeypatch, script)
+    with pytest.raises(SystemExit) as stop:
+        train(script, run_name="run", total_timesteps=ROLLOUT * 3)
+    assert stop.value.code == 1 and len(rows("runs/run")) == 2
+
+    train(script, resume="runs/run")
+    assert list(rows("runs/run")["global_step"]) == [ROLLOUT * i for i in (1, 2, 3)]
+
+
+@both_scripts
+def test_rows_after_the_checkpoint_go_when_the_run_that_crashed_is_resumed(script):
+    train(script, run_name="run", total_timesteps=ROLLOUT * 2)
+    path = Path("runs/run/progress.csv")
+    whole = path.read_text()
+    path.write_text(whole + whole.splitlines()[-1].replace(str(ROLLOUT * 2), str(ROLLOUT * 3), 1) + "\n")
+    assert len(rows("runs/run")) == 3
+
+    train(script, resume="runs/run")
+    assert path.read_text() == whole
 
 
 # Files that are no checkpoint
