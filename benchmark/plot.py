@@ -12,6 +12,7 @@ names what sets it apart. Nothing is smoothed beyond the mean of the last 100 ep
 
 import json
 import textwrap
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -227,6 +228,19 @@ def student_interval(values):
     return mean, mean - half, mean + half
 
 
+def welch_interval(values, baseline_values):
+    """How much higher the mean of some runs is than that of others, and its 95 % interval by Welch's t-test.
+
+    values: [runs], baseline_values: [other runs] → difference, low, high. With one run on a side the interval is NaN.
+    """
+    difference = values.mean() - baseline_values.mean()
+    if min(len(values), len(baseline_values)) < 2:
+        return difference, np.nan, np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy's, on runs that are alike
+        return difference, *stats.ttest_ind(values, baseline_values, equal_var=False).confidence_interval(0.95)
+
+
 # Statistics over games. scores: a list with an array [runs, ...] for each game; the result keeps the other axes.
 
 
@@ -258,6 +272,11 @@ def probability_of_improvement(scores, baseline_scores):
         difference = game[:, None] - baseline[None]
         wins.append(((difference > 0) + 0.5 * (difference == 0)).mean(axis=(0, 1)))
     return np.mean(wins, axis=0)
+
+
+def difference(scores, baseline_scores):
+    """How much higher the mean score is than that of the baseline."""
+    return mean_score(scores) - mean_score(baseline_scores)
 
 
 def resample(scores, resamples, rng):
@@ -404,6 +423,9 @@ def score_table(table, algos, games, mode, horizon, args, rng):
             normalized = normalize(returns, env_id, mode)
             mean, low, high = student_interval(normalized.to_numpy())
             rows.append((algo, env_id, "normalized_score", mean, low, high, normalized.std(), len(returns), None))
+        if algo != algos[0] and (algos[0], env_id) in finals.index.droplevel("seed"):
+            interval = welch_interval(returns.to_numpy(), finals[algos[0], env_id].to_numpy())
+            rows.append((algo, env_id, "difference_in_return", *interval, np.nan, len(returns), algos[0]))
 
     if mode in SCORE_RANGES and games:
         scores = {
@@ -413,12 +435,13 @@ def score_table(table, algos, games, mode, horizon, args, rng):
             groups = {name: [scores[algo]] for name in ("mean", "median", "iqm")}
             functions = {"mean": mean_score, "median": median_score, "iqm": iqm}
             if algo != algos[0]:
-                groups["probability_of_improvement"] = [scores[algo], scores[algos[0]]]
-                functions["probability_of_improvement"] = probability_of_improvement
+                compared = {"difference": difference, "probability_of_improvement": probability_of_improvement}
+                groups |= {metric: [scores[algo], scores[algos[0]]] for metric in compared}
+                functions |= compared
             for metric, statistic in functions.items():
                 low, high = bootstrap_interval(statistic, groups[metric], args.resamples, rng)
                 value, runs = statistic(*groups[metric]), sum(map(len, scores[algo]))
-                baseline = algos[0] if metric == "probability_of_improvement" else None
+                baseline = algos[0] if len(groups[metric]) == 2 else None
                 rows.append((algo, "all", metric, value, low, high, np.nan, runs, baseline))
     columns = ["algo", "env_id", "metric", "value", "low", "high", "std", "runs", "baseline"]
     return pd.DataFrame(rows, columns=columns)
@@ -441,14 +464,14 @@ def markdown(scores, algos, games, mode, horizon, notes):
             "",
             "Normalized scores, with 95 % intervals by stratified bootstrap, runs resampled within each game.",
             "",
-            f"| algorithm | runs | mean | median | IQM | P(better than {algos[0]}) |",
-            "| --- | --- | --- | --- | --- | --- |",
+            f"| algorithm | runs | mean | median | IQM | mean − {algos[0]}'s | P(better than {algos[0]}) |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
         ]
         for algo in algos:
             rows = over_games[over_games.algo == algo].set_index("metric")
             cells = [f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows.itertuples()]
             cells = [cell.replace(" [nan, nan]", "") for cell in cells]
-            lines.append(f"| {algo} | {rows.runs.iloc[0]} | {' | '.join(cells + [''] * (4 - len(cells)))} |")
+            lines.append(f"| {algo} | {rows.runs.iloc[0]} | {' | '.join(cells + [''] * (5 - len(cells)))} |")
         lines.append("")
 
     per_game = scores[scores.metric == "episodic_return"]
@@ -467,6 +490,24 @@ def markdown(scores, algos, games, mode, horizon, notes):
         cells = ["" if row is None else f"{row.value:.2f} ± {row['std']:.2f} ({row.runs})" for row in found]
         cells = [cell.replace(" ± nan", "") for cell in cells]
         lines.append(f"| {env_id} | {' | '.join(cells)} |")
+
+    differences = scores[scores.metric == "difference_in_return"]
+    if len(differences):
+        names = list(dict.fromkeys(differences.algo))
+        lines += [
+            "",
+            f"## Difference from {algos[0]} in each game",
+            "",
+            f"Mean return minus {algos[0]}'s, with the 95 % interval of Welch's t-test.",
+            "",
+            f"| game | {' | '.join(names)} |",
+            f"| --- |{' --- |' * len(names)}",
+        ]
+        for env_id in sorted(differences.env_id.unique()):
+            rows = differences[differences.env_id == env_id].set_index("algo")
+            found = [rows.loc[name] if name in rows.index else None for name in names]
+            cells = ["" if row is None else f"{row.value:+.2f} [{row.low:+.2f}, {row.high:+.2f}]" for row in found]
+            lines.append(f"| {env_id} | {' | '.join(cells).replace(' [+nan, +nan]', '')} |")
     if notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"

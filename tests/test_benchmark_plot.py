@@ -140,6 +140,17 @@ def test_probability_of_improvement_counts_pairs_of_runs_within_a_game_and_ties_
     assert plot.probability_of_improvement(others, scores) == pytest.approx(1 - sum(shares) / 3)
 
 
+def test_welchs_interval_by_hand_and_one_run_has_none():
+    # Means 10 and 4; variances of the means 12 / 3 = 4 and 8 / 2 = 4; degrees of freedom by Welch and Satterthwaite.
+    values, baseline_values = np.array([8.0, 8.0, 14.0]), np.array([2.0, 6.0])
+    degrees = (4 + 4) ** 2 / (4**2 / 2 + 4**2 / 1)
+    half = stats.t.ppf(0.975, degrees) * 8**0.5
+    assert plot.welch_interval(values, baseline_values) == pytest.approx((6, 6 - half, 6 + half))
+    difference, low, high = plot.welch_interval(values, np.array([4.0]))
+    assert difference == 6 and np.isnan(low) and np.isnan(high)
+    assert plot.welch_interval(np.full(3, 10.0), np.full(3, 4.0)) == (6, 6, 6)
+
+
 def test_students_interval_is_scipys_and_one_run_has_none():
     values = np.random.default_rng(0).normal(size=(4, 3))
     mean, low, high = plot.student_interval(values)
@@ -169,12 +180,16 @@ def middle(values):
     return average(sorted(values)[cut : len(values) - cut])
 
 
-@pytest.mark.parametrize("name", ["mean", "iqm", "improvement"])
+@pytest.mark.parametrize("name", ["mean", "iqm", "difference", "improvement"])
 def test_the_bootstrap_is_a_brute_force_bootstrap_with_one_run_fewer_in_each_game_and_students_tails(name):
-    groups = [scores_of(3, 3, 4)] + ([scores_of(3, 4, 3, seed=1)] if name == "improvement" else [])
+    groups = [scores_of(3, 3, 4)] + ([scores_of(3, 4, 3, seed=1)] if name in ("difference", "improvement") else [])
     statistic, slow = {
         "mean": (plot.mean_score, lambda a: average([average(game) for game in a])),
         "iqm": (plot.iqm, lambda a: middle([run for game in a for run in game])),
+        "difference": (
+            plot.difference,
+            lambda a, b: average([average(game) - average(other) for game, other in zip(a, b)]),
+        ),
         "improvement": (
             plot.probability_of_improvement,
             lambda a, b: average([average([x > y for x in game for y in other]) for game, other in zip(a, b)]),
@@ -198,6 +213,7 @@ def test_the_bootstrap_never_takes_a_run_for_one_of_another_game():
         (plot.mean_score, [scores], 14),
         (plot.median_score, [scores], 3),
         (plot.iqm, [scores], 3),
+        (plot.difference, [better, scores], 1e-3),
         (plot.probability_of_improvement, [better, scores], 1),
     ):
         low, high = plot.bootstrap_interval(statistic, groups, 500, np.random.default_rng(0))
@@ -375,7 +391,7 @@ def finals_grid(path):
 def test_scores_csv_holds_the_values_worked_out_by_hand(quick, tmp_path):
     scores, text = report(tmp_path, finals_grid(tmp_path / "runs"))
     assert list(scores.columns) == ["algo", "env_id", "metric", "value", "low", "high", "std", "runs", "baseline"]
-    assert len(scores) == 2 * (2 * 2 + 3) + 1
+    assert len(scores) == 2 * (2 * 2 + 3) + 2 + 2
     scores = scores.set_index(["algo", "env_id", "metric"])
 
     row = scores.loc["PPO", "starpilot", "episodic_return"]
@@ -385,17 +401,24 @@ def test_scores_csv_holds_the_values_worked_out_by_hand(quick, tmp_path):
     expected = [12.5 / 61.5, (12.5 - half) / 61.5, (12.5 + half) / 61.5, 6 / 2**0.5 / 61.5, 2]
     assert list(row[:5]) == pytest.approx(expected)
 
+    row = scores.loc["PPG", "starpilot", "difference_in_return"]
+    half = stats.t.ppf(0.975, 45**2 / (9**2 + 36**2)) * 45**0.5  # variances of the means: 18 / 2 and 72 / 2
+    assert list(row[:3]) == pytest.approx([12, 12 - half, 12 + half], rel=1e-5) and row.baseline == "PPO"
+    assert ("PPO", "starpilot", "difference_in_return") not in scores.index
+
     expected = {  # of two runs one is drawn: the interval reaches from the worse of each game to the better of each
         ("PPO", "mean"): ((12.5 / 61.5 + 0.6) / 2, (9.5 / 61.5 + 0.4) / 2, (15.5 / 61.5 + 0.8) / 2),
         ("PPO", "iqm"): ((15.5 / 61.5 + 0.4) / 2, (9.5 / 61.5 + 0.4) / 2, (15.5 / 61.5 + 0.8) / 2),
         ("PPG", "median"): ((24.5 / 61.5 + 0.7) / 2, (18.5 / 61.5 + 0.4) / 2, (30.5 / 61.5 + 1) / 2),
         # starpilot: always better; coinrun: 7 = 7, 7 < 9, 10 > 7, 10 > 9, so 2.5 of 4
+        ("PPG", "difference"): ((12 / 61.5 + 0.1) / 2, (3 / 61.5 - 0.4) / 2, (21 / 61.5 + 0.6) / 2),
         ("PPG", "probability_of_improvement"): ((1 + 0.625) / 2, (1 + 0) / 2, (1 + 1) / 2),
     }
     for (algo, metric), values in expected.items():
         row = scores.loc[algo, "all", metric]
         assert (row.value, row.low, row.high, row.runs) == pytest.approx((*values, 4), rel=1e-5), metric
-        assert row.baseline == "PPO" if metric == "probability_of_improvement" else pd.isna(row.baseline)
+        compares = metric in ("difference", "probability_of_improvement")
+        assert row.baseline == "PPO" if compares else pd.isna(row.baseline)
     assert ("PPO", "all", "probability_of_improvement") not in scores.index
 
     assert "easy, at 2,000 environment steps" in text and "Over games (2 of 16)" in text
@@ -403,6 +426,8 @@ def test_scores_csv_holds_the_values_worked_out_by_hand(quick, tmp_path):
     assert "| PPO | 4 | 0.402 [0.277, 0.526] | 0.402 [0.277, 0.526] | 0.326 [0.277, 0.526] |  |" in text
     assert "P(better than PPO)" in text and "| 0.812 [0.500, 1.000] |" in text
     assert "| starpilot | 15.00 ± 4.24 (2) | 27.00 ± 8.49 (2) |" in text
+    assert "mean − PPO's" in text and "## Difference from PPO in each game" in text
+    assert f"| starpilot | +12.00 [{12 - half:+.2f}, {12 + half:+.2f}] |" in text
 
 
 @pytest.mark.parametrize(
@@ -631,7 +656,7 @@ def test_algorithms_without_a_common_game_have_scores_for_each_game_only(tmp_pat
 def test_modes_without_published_ranges_have_returns_but_no_normalized_score(tmp_path):
     runs = make_grid(tmp_path / "runs", games=("maze", "heist"), distribution_mode="memory")
     scores, text = report(tmp_path, runs)
-    assert set(scores.metric) == {"episodic_return"} and "Over games" not in text
+    assert set(scores.metric) == {"episodic_return", "difference_in_return"} and "Over games" not in text
     assert notes(text)[0] == "PPO: 2 of 6 games"
     assert notes(text)[-1] == "memory: no published score ranges, so no normalized scores"
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["curves.png", "scores.csv", "scores.md"]
