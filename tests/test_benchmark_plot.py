@@ -828,3 +828,12 @@ def test_an_output_that_is_no_directory_is_refused(capsys, tmp_path):
     runs = make_grid(tmp_path / "runs")
     Path(tmp_path / "figures").write_text("")
     assert f"--out {tmp_path}/figures: expected a directory" in refused(capsys, tmp_path, runs)
+
+
+# The results of this repository
+
+
+def test_the_scores_in_the_repository_are_those_of_its_runs(tmp_path):
+    results = Path(plot.__file__).parent / "results"
+    call(results, "--out", tmp_path)
+    assert (tmp_path / "scores.md").read_text() == (results / "scores.md").read_text()
