@@ -447,6 +447,17 @@ def score_table(table, algos, games, mode, horizon, args, rng):
     return pd.DataFrame(rows, columns=columns)
 
 
+def game_table(rows, cell):
+    """Lines of a Markdown table with a row for each game and a column for each algorithm; `cell` words a score."""
+    names = list(dict.fromkeys(rows.algo))
+    lines = [f"| game | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for env_id in sorted(rows.env_id.unique()):
+        of_game = rows[rows.env_id == env_id].set_index("algo")
+        cells = [cell(of_game.loc[name]) if name in of_game.index else "" for name in names]
+        lines.append(f"| {env_id} | {' | '.join(cells)} |")
+    return lines
+
+
 def markdown(scores, algos, games, mode, horizon, notes):
     """scores.md: what was measured, over games and for each game, and what is missing."""
     lines = [
@@ -474,40 +485,29 @@ def markdown(scores, algos, games, mode, horizon, notes):
             lines.append(f"| {algo} | {rows.runs.iloc[0]} | {' | '.join(cells + [''] * (5 - len(cells)))} |")
         lines.append("")
 
-    per_game = scores[scores.metric == "episodic_return"]
-    names = list(dict.fromkeys(per_game.algo))
     lines += [
         "## Returns for each game",
         "",
         "Mean ± standard deviation over seeds (number of seeds).",
         "",
-        f"| game | {' | '.join(names)} |",
-        f"| --- |{' --- |' * len(names)}",
+        *game_table(
+            scores[scores.metric == "episodic_return"],
+            lambda row: f"{row.value:.2f} ± {row['std']:.2f} ({row.runs})".replace(" ± nan", ""),
+        ),
     ]
-    for env_id in sorted(per_game.env_id.unique()):
-        rows = per_game[per_game.env_id == env_id].set_index("algo")
-        found = [rows.loc[name] if name in rows.index else None for name in names]
-        cells = ["" if row is None else f"{row.value:.2f} ± {row['std']:.2f} ({row.runs})" for row in found]
-        cells = [cell.replace(" ± nan", "") for cell in cells]
-        lines.append(f"| {env_id} | {' | '.join(cells)} |")
-
     differences = scores[scores.metric == "difference_in_return"]
     if len(differences):
-        names = list(dict.fromkeys(differences.algo))
         lines += [
             "",
             f"## Difference from {algos[0]} in each game",
             "",
             f"Mean return minus {algos[0]}'s, with the 95 % interval of Welch's t-test.",
             "",
-            f"| game | {' | '.join(names)} |",
-            f"| --- |{' --- |' * len(names)}",
+            *game_table(
+                differences,
+                lambda row: f"{row.value:+.2f} [{row.low:+.2f}, {row.high:+.2f}]".replace(" [+nan, +nan]", ""),
+            ),
         ]
-        for env_id in sorted(differences.env_id.unique()):
-            rows = differences[differences.env_id == env_id].set_index("algo")
-            found = [rows.loc[name] if name in rows.index else None for name in names]
-            cells = ["" if row is None else f"{row.value:+.2f} [{row.low:+.2f}, {row.high:+.2f}]" for row in found]
-            lines.append(f"| {env_id} | {' | '.join(cells).replace(' [+nan, +nan]', '')} |")
     if notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"
