@@ -1,48 +1,34 @@
-"""Proximal Policy Optimization (PPO) on Procgen, in one file: the baseline of Phasic Policy Gradient.
+# /// script
+# requires-python = ">=3.10,<3.13"
+# dependencies = [
+#   "torch>=2.13", "gymnasium>=1.4,<2", "numpy>=1.24,<2", "filelock>=3.12", "psutil>=5.9", "tensorboard",
+#   "tqdm>=4.66", "tyro>=1.0", "wandb", "gym-notices<0.1",
+#   "procgen==0.10.7; python_version == '3.10'", "procgen-mirror==0.10.7; python_version > '3.10'",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) on Procgen, in one file (Schulman et al. 2017, arXiv 1707.06347).
 
-PPO (Schulman et al. 2017, arXiv 1707.06347) alternates two steps. It plays `num_steps` steps in
-`num_envs` environments with the current policy; then it improves policy and value function on
-what it saw, for a few epochs, while the clipped objective keeps the new policy close to the one
-that played. Every detail here (network, reward normalization, minibatches of whole segments) is
-the one that Phasic Policy Gradient (Cobbe et al. 2020, arXiv 2009.04416) used for its baseline, so
-`diff -w ppo_procgen.py ppg_procgen.py` shows what PPG adds.
+PPO alternates two steps: it plays `num_steps` steps in `num_envs` environments with the current policy;
+then it improves policy and value function on what it saw, for a few epochs, while the clipped objective
+keeps the new policy close to the one that played. This is the baseline of Phasic Policy Gradient
+(Cobbe et al. 2020, arXiv 2009.04416), in its details, too: `diff ppo_procgen.py ppg_procgen.py` shows
+what PPG adds.
 
-    python ppo_procgen.py --env-id starpilot
-    python ppo_procgen.py --help
+    uv run ppo_procgen.py --env-id starpilot
 
-| flag            | symbol  | meaning                                                           |
-| --------------- | ------- | ----------------------------------------------------------------- |
-| `update_epochs` | E       | epochs over each rollout                                          |
-| `gamma`         | γ       | discount                                                          |
-| `gae_lambda`    | λ       | bias-variance trade-off of the advantage estimate                 |
-| `clip_coef`     | ε       | how far the probability ratio may move before clipping            |
-| `ent_coef`      | β_S     | weight of the entropy bonus                                       |
-| `kl_coef`       | β       | weight of the KL penalty (0: clipping alone)                      |
+To learn PPO, read to the end of `main`; what follows it only serves.
 """
 
-import sys
-
-if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-    sys.exit(
-        f"Procgen runs on Python 3.10, 3.11 and 3.12; this is Python {sys.version.split()[0]}.\n"
-        "Get one of them, for instance with uv (pip install uv):\n"
-        "    uv venv --seed --python 3.12 .venv && .venv/bin/pip install -r requirements.txt"
-    )
-
-import contextlib
-import csv
 import dataclasses
-import difflib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import shlex
 import signal
 import subprocess
+import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,10 +41,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from procgen import ProcgenGym3Env
-from procgen.env import ENV_NAMES, EXPLORATION_LEVEL_SEEDS
+from procgen.env import ENV_NAMES
 from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -69,158 +55,51 @@ WORLD_SIZE, LOCAL_WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)), int(os.envi
 
 
 @dataclass
-class Args:
-    env_id: str = "starpilot"
-    """the Procgen game, one of the 16"""
-    seed: int = 1
-    """seed of the environments, the network and the sampling"""
-    total_timesteps: int = 25_000_000
-    """environment steps, summed over environments and processes; rounded up to a whole rollout"""
-    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
-    """difficulty of the levels; every game has easy and hard"""
-    num_levels: int = 0
-    """number of distinct training levels; 0 means no limit"""
-    start_level: int = 0
-    """the first level; training uses levels start_level to start_level + num_levels - 1"""
-    num_envs: int = 64
-    """environments that step side by side, in each process"""
-    num_steps: int = 256
-    """steps per environment in a rollout; what one environment does in one rollout is a segment"""
-    num_minibatches: int = 8
-    """minibatches per epoch; each is num_envs / num_minibatches whole segments"""
-    learning_rate: float = 5e-4
-    """Adam's step size"""
-    gamma: float = 0.999
-    """γ, the discount"""
-    gae_lambda: float = 0.95
-    """λ of generalized advantage estimation"""
-    update_epochs: int = 3
-    """E, epochs over each rollout"""
-    clip_coef: float = 0.2
-    """ε of the clipped objective; 0 turns clipping off"""
-    ent_coef: float = 0.01
-    """β_S, weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the squared value error in the PPO update, the ½ in ½ (V − V_targ)²"""
-    kl_coef: float = 0.0
-    """β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL"""
-    device: str = "auto"
-    """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """arithmetic of the encoder; auto is bfloat16 where the hardware has it; on a GPU, float32 is TF32"""
-    microbatch_size: int | None = None
-    """samples per forward and backward pass; gradients add up to those of the whole minibatch (None: 64 on
-    a CPU, where activations then stay in cache, and the whole minibatch on a GPU)"""
-    compile: bool = False
-    """torch.compile the network, meant for GPUs: slow to start, and rounding differs a little"""
-    run_dir: str = "runs"
-    """directory that holds the runs"""
-    run_name: str | None = None
-    """directory of this run inside run_dir (None: <env_id>__<script>__<seed>__<time>)"""
-    resume: str | None = None
-    """directory of a run to go on with, from its last checkpoint and with its arguments"""
-    checkpoint_interval: int = 10
-    """iterations between checkpoints"""
-    track: bool = False
-    """mirror the metrics to Weights & Biases (WANDB_MODE=offline works)"""
-    wandb_project_name: str = "ppg-procgen"
-    """the Weights & Biases project"""
-    wandb_entity: str | None = None
-    """the Weights & Biases team (None: your own)"""
+class ProblemArgs:
+    env_id: Literal[tuple(ENV_NAMES)] = "starpilot"  # the Procgen game, one of 16
+    seed: int = 1  # of the environments, the network and the sampling
+    total_timesteps: int = 25_000_000  # steps of all environments together; rounded up to a whole rollout
+    distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty of the levels
+    num_levels: int = 0  # number of distinct training levels; 0 means no limit
+    start_level: int = 0  # the first training level, with --num-levels
+    num_envs: int = 64  # environments that step side by side, in each process
+    num_steps: int = 256  # steps per environment in a rollout; what one environment does in them is a segment
+    channels: tuple[int, int, int] = (16, 32, 32)  # of the encoder's stacks; 8 16 16 is several times faster
 
 
-# fmt: off
-LIMITS = {  # (lowest, highest) value that a flag accepts
-    **dict.fromkeys(("total_timesteps", "num_envs", "num_steps", "num_minibatches", "microbatch_size",
-                     "checkpoint_interval", "update_epochs"), (1, math.inf)),
-    **dict.fromkeys(("learning_rate", "clip_coef", "ent_coef", "vf_coef", "kl_coef"), (0, math.inf)),
-    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-    **dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)),
-}
-CHECKPOINT_FORMAT = f"{Path(__file__).name} 4"
-RESUME_MAY_CHANGE = ("resume", "total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name",
-                     "wandb_entity")
-GAMES_WITH_MODE = {
-    "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
-    "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
-    "exploration": tuple(sorted(EXPLORATION_LEVEL_SEEDS)),
-}
-# fmt: on
+@dataclass
+class PPOArgs:
+    update_epochs: int = 3  # epochs over each rollout
+    num_minibatches: int = 8  # minibatches per epoch
+    learning_rate: float = 5e-4  # Adam's step size
+    gamma: float = 0.999  # γ, the discount
+    gae_lambda: float = 0.95  # λ of generalized advantage estimation
+    clip_coef: float = 0.2  # ε, how far the probability ratio may move before it is clipped; 0 turns clipping off
+    ent_coef: float = 0.01  # β_S, weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the squared value error, the ½ in ½ (V − V_targ)²
+    kl_coef: float = 0.0  # β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL
+    max_grad_norm: float = 0.0  # longer gradients are scaled down to this norm; 0 turns that off
 
 
-class ProcgenVecEnv(VectorEnv):
-    """Procgen's batched C++ environment as a Gymnasium vector environment.
-
-    Observations are uint8 [num_envs, 64, 64, 3], actions integers [num_envs] in 0..14, rewards
-    float32 [num_envs]. An episode that ends is followed by the first observation of the next one
-    in the same step (`AutoresetMode.SAME_STEP`). Procgen keeps the last observation of an episode
-    to itself, so `infos` has no `final_obs`; and it does not tell a time-out from any other end,
-    so every end is a termination and `truncations` are all False.
-
-    Source: Cobbe et al. 2019, Leveraging Procedural Generation to Benchmark Reinforcement
-    Learning, arXiv 1912.01588.
-    """
-
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, env_id, num_envs, seed=0, distribution_mode="easy", num_levels=0, start_level=0, **options):
-        """`seed` (0 to 2³¹ − 1) picks the sequence of levels; `options` go to ProcgenGym3Env."""
-        # Exploration mode is one fixed level, and Procgen refuses to be told which.
-        levels = {} if distribution_mode == "exploration" else dict(num_levels=num_levels, start_level=start_level)
-        threads = min(4, os.cpu_count() or 1)
-        self.options = (
-            dict(env_name=env_id, distribution_mode=distribution_mode, num_threads=threads) | levels | options
-        )
-
-        self.num_envs = num_envs
-        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-        self.observation_space = gym.spaces.Box(0, 255, (num_envs, 64, 64, 3), np.uint8)
-        self.single_action_space = gym.spaces.Discrete(15)
-        self.action_space = gym.spaces.MultiDiscrete([15] * num_envs)
-
-        self.procgen = ProcgenGym3Env(num=num_envs, rand_seed=seed, **self.options)
-
-    def reset(self, *, seed=None, options=None):
-        """Begin a new episode everywhere; with a seed, from the first level of that seed's sequence."""
-        super().reset(seed=seed)
-        if seed is not None:
-            self.procgen.close()
-            self.procgen = ProcgenGym3Env(num=self.num_envs, rand_seed=seed, **self.options)
-
-        _, observations, starts = self.procgen.observe()
-        if not starts.all():
-            # Action −1 is Procgen's way to abandon an episode.
-            self.procgen.act(np.full(self.num_envs, -1))
-            _, observations, _ = self.procgen.observe()
-        return observations["rgb"], {}
-
-    def step(self, actions):
-        """Act in every environment; `terminations[i]` says that `observations[i]` begins a new episode."""
-        self.procgen.act(np.asarray(actions))
-        rewards, observations, starts = self.procgen.observe()
-        return observations["rgb"], rewards, starts, np.zeros_like(starts), {}
-
-    def get_state(self):
-        """The games as a list of num_envs byte strings. Keep the last observation beside it: a
-        restored game draws its next observation only after its next step."""
-        return self.procgen.get_state()
-
-    def set_state(self, state):
-        """Put back what `get_state` returned, in this process or in another."""
-        self.procgen.set_state(state)
-
-    def close_extras(self, **kwargs):
-        self.procgen.close()
+@dataclass
+class MachineArgs:
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, when there is
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the encoder; auto: bfloat16 if hardware has it
+    microbatch_size: int | None = None  # samples per pass of the network; None: 64 on a CPU, a minibatch on a GPU
+    compile: bool = False  # torch.compile the encoder, meant for GPUs: slow to start
+    run_dir: str = "runs"  # directory that holds the runs
+    run_name: str | None = None  # directory of this run in run_dir; None: <env_id>__<script>__<seed>__<time>
+    resume: str | None = None  # directory of a run to go on with, from its last checkpoint and with its arguments
+    checkpoint_interval: int = 10  # iterations between checkpoints
+    track: bool = False  # mirror the metrics to Weights & Biases (WANDB_MODE=offline works)
+    wandb_project_name: str = "ppg-procgen"  # the Weights & Biases project
 
 
 def normalize_weights(layer, norm):
-    """Rescale each output unit's weights to L2 norm `norm` and zero the biases; returns the layer.
-
-    The direction stays that of PyTorch's default initialization. Source: the PPG authors' release.
-    """
+    """Rescale each output unit's weights to L2 norm `norm`, zero the biases. Source: the PPG authors' release."""
     with torch.no_grad():
-        norms = layer.weight.flatten(1).norm(dim=1)
-        layer.weight.mul_((norm / norms).view(-1, *[1] * (layer.weight.dim() - 1)))
+        scale = norm / layer.weight.flatten(1).norm(dim=1)
+        layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.dim() - 1)))
         layer.bias.zero_()
     return layer
 
@@ -241,11 +120,9 @@ class ResidualBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """IMPALA's residual encoder: uint8 pixels [batch, 64, 64, 3] → float32 features [batch, features].
+    """uint8 pixels [batch, 64, 64, 3] → float32 features [batch, features]; parameters and gradients are float32.
 
-    With `bfloat16`, its arithmetic runs in bfloat16 wherever that is safe (autocast); parameters,
-    gradients and output stay float32. Source: Espeholt et al. 2018, arXiv 1802.01561, figure 3
-    (right), without the LSTM.
+    Source: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, figure 3 (right), without the LSTM.
     """
 
     def __init__(self, channels=(16, 32, 32), features=256, bfloat16=False):
@@ -262,9 +139,7 @@ class Encoder(nn.Module):
         self.stacks = nn.Sequential(*layers)
         side = 64 // 2 ** len(channels)
         self.dense = normalize_weights(nn.Linear(channels[-1] * side * side, features), 1.4)
-        # Procgen's images are channels-last in memory already: so are the weights, and no
-        # convolution has to rearrange its input.
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # as Procgen's images are: nothing has to be rearranged
 
     def forward(self, observations):
         with torch.autocast(observations.device.type, torch.bfloat16, enabled=self.bfloat16):
@@ -274,7 +149,7 @@ class Encoder(nn.Module):
 
 
 class Agent(nn.Module):
-    """Policy and value function on one shared encoder."""
+    """Policy and value function on one encoder."""
 
     def __init__(self, num_actions, **encoder_options):
         super().__init__()
@@ -289,60 +164,43 @@ class Agent(nn.Module):
         return self.policy_head(features), self.value_head(features).squeeze(1)
 
 
-def initial_reward_stats(num_envs):
-    """What `normalize_rewards` carries from rollout to rollout, before the first: a weak guess of variance 1."""
-    return {
-        "returns": torch.zeros(num_envs, dtype=torch.float64),
-        "mean": torch.tensor(0.0, dtype=torch.float64),
-        "variance": torch.tensor(1.0, dtype=torch.float64),
-        "count": torch.tensor(1e-4, dtype=torch.float64),
-    }
+class RewardNormalizer(nn.Module):
+    """Divides rewards by the running standard deviation of a discounted return, and clips them to ±10.
 
-
-def normalize_rewards(rewards, starts, stats, discount=0.99, clip=10.0):
-    """Divide rewards by the running standard deviation of a discounted return.
-
-    The return runs forward in time, G_t = r_t + discount · (1 − start_t) · G_{t−1}, and on from one
-    rollout to the next; its discount is not γ. The whole rollout enters the statistics before any
-    of its rewards is divided. Rewards are not centred: that would change what the agent wants.
-
-    Args:
-        rewards: [num_steps, num_envs], what the environment paid for the action at step t
-        starts: [num_steps, num_envs], 1 where observation t begins an episode
-        stats: `returns` [num_envs] and the scalars `mean`, `variance`, `count`, float64
-    Returns:
-        normalized rewards [num_steps, num_envs] float32 within ±clip, and the new stats
-    Source: the PPG authors' release; moments merged as in Chan et al. 1979.
+    The return runs forward in time and on from rollout to rollout, G_t = r_t + 0.99 · (1 − start_t) · G_{t−1}; its
+    discount is not γ. Source: the PPG authors' release; moments merged as in Chan et al. 1979.
     """
-    returns, mean, variance, count = (stats[name] for name in ("returns", "mean", "variance", "count"))
-    rewards, starts = rewards.double(), starts.double()
 
-    batch = torch.zeros_like(rewards)
-    for t in range(len(rewards)):
-        returns = rewards[t] + discount * (1 - starts[t]) * returns
-        batch[t] = returns
+    def __init__(self, num_envs):
+        super().__init__()
+        self.register_buffer("returns", torch.zeros(num_envs, dtype=torch.float64))
+        for name, first_guess in (("mean", 0.0), ("variance", 1.0), ("count", 1e-4)):
+            self.register_buffer(name, torch.tensor(first_guess, dtype=torch.float64))
 
-    new_count = count + batch.numel()
-    delta = batch.mean() - mean
-    new_mean = mean + delta * batch.numel() / new_count
-    sum_of_squares = variance * count + batch.var(correction=0) * batch.numel()
-    new_variance = (sum_of_squares + delta**2 * count * batch.numel() / new_count) / new_count
+    def forward(self, rewards, starts):
+        """Both [num_steps, num_envs]; starts is 1 where observation t begins an episode. The whole rollout enters
+        the statistics before any of its rewards is divided."""
+        rewards, starts = rewards.double(), starts.double()
+        returns = torch.zeros_like(rewards)
+        for t in range(len(rewards)):
+            returns[t] = self.returns = rewards[t] + 0.99 * (1 - starts[t]) * self.returns
 
-    normalized = (rewards / torch.sqrt(new_variance + 1e-8)).clamp(-clip, clip).float()
-    return normalized, {"returns": returns, "mean": new_mean, "variance": new_variance, "count": new_count}
+        count = self.count + returns.numel()
+        delta = returns.mean() - self.mean
+        sum_of_squares = self.variance * self.count + returns.var(correction=0) * returns.numel()
+        self.variance = (sum_of_squares + delta**2 * self.count * returns.numel() / count) / count
+        self.mean = self.mean + delta * returns.numel() / count
+        self.count = count
+        return (rewards / torch.sqrt(self.variance + 1e-8)).clamp(-10, 10).float()
 
 
 def gae(rewards, values, starts, gamma, gae_lambda):
-    """Generalized advantage estimation.
+    """Generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438, equation 16).
 
     δ_t = r_t + γ V(s_{t+1}) − V(s_t);  Â_t = δ_t + γλ Â_{t+1}; both cut where an episode ends.
 
-    Args:
-        rewards: [num_steps, num_envs]
-        values, starts: [num_steps + 1, num_envs]; starts[t + 1] says that step t ended an episode
-    Returns:
-        advantages [num_steps, num_envs]
-    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16.
+    Args: rewards [num_steps, num_envs]; values, starts [num_steps + 1, num_envs]. Step t ends an episode if
+        starts[t + 1]. Returns: advantages [num_steps, num_envs]
     """
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[0])
@@ -353,16 +211,11 @@ def gae(rewards, values, starts, gamma, gae_lambda):
     return advantages
 
 
-def policy_objective(log_ratio, advantages, clip_coef, kl_coef):
+def policy_loss(log_ratio, advantages, clip_coef, kl_coef):
     """PPO's policy loss, to be minimized, as a scalar: −L^CLIP + kl_coef · mean ½ (log-ratio)².
 
-    Args:
-        log_ratio: [batch], log π(a|s) − log π_played(a|s), with π_played the policy of the rollout
-        advantages: [batch], normalized
-        clip_coef: ε; with 0 the ratio is not clipped
-        kl_coef: weight of the penalty, a second-order approximation of the KL divergence
-    Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; the penalty: Cobbe et al. 2020,
-    arXiv 2009.04416, section 3.5.
+    Args: log_ratio [batch], log π(a|s) − log π_played(a|s); advantages [batch]; clip_coef, ε, or 0 for no clipping
+    Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; the penalty: Cobbe et al. 2020, section 3.5.
     """
     ratio = log_ratio.exp()
     surrogate = ratio * advantages
@@ -371,558 +224,439 @@ def policy_objective(log_ratio, advantages, clip_coef, kl_coef):
     return kl_coef * 0.5 * (log_ratio**2).mean() - surrogate.mean()
 
 
-def has_bfloat16(device):
-    """Whether the hardware multiplies bfloat16 matrices natively."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+class ProcgenVecEnv(VectorEnv):
+    """Procgen's batched C++ environment (Cobbe et al. 2019, arXiv 1912.01588) as a Gymnasium vector environment.
 
-
-class PlainProgress(tqdm):
-    """tqdm for an output that is no terminal: whole lines in place of one line redrawn."""
-
-    def display(self, msg=None, pos=None):
-        print(self, file=self.fp, flush=True)
-
-
-def available_memory(device):
-    """Bytes that this process may still allocate on `device`; on a CPU a container's limit counts too."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = psutil.virtual_memory().available
-    for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # control groups, version 2
-            root, names, cache = "/sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):  # version 1
-            root, cache = "/sys/fs/cgroup/memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        group = Path(root + path)
-        for level in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such file here, or no limit ("max")
-                limit, in_use = (int((level / name).read_text()) for name in names)
-                # Files that are only cached count as used, but give way to whoever needs the memory.
-                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
-                available = min(available, limit - in_use + int(counts.get(cache, 0)))
-    return available
-
-
-def stop_unless_finite(agent, iteration, losses):
-    """End the run, before the optimizer's step, on a loss or a gradient that is infinite or no number."""
-    gradient_sum = sum(parameter.grad.sum() for parameter in agent.parameters() if parameter.grad is not None)
-    checked = losses | {f"the gradient of {' + '.join(losses)}": gradient_sum}
-    finite = torch.stack(list(checked.values())).isfinite().tolist()  # waits for a GPU once
-    culprits = [name for name, is_finite in zip(checked, finite) if not is_finite]
-    if culprits:
-        sys.exit(f"iteration {iteration}: {culprits[0]} is not finite; stopped before the optimizer's step")
-
-
-@contextlib.contextmanager
-def exchange():
-    """End this process, in one line, when it cannot exchange data with the others: most often one of them is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        problem = str(error).split("\n")[0]
-        sys.exit(f"process {RANK}: lost the other processes, the last checkpoint counts ({problem})")
-
-
-def gather(x, everywhere=True):
-    """What every process has for x, as a list in the order of the processes; alone, [x].
-
-    If not everywhere, only the first process gets it, and the others an empty list.
+    Observations are uint8 [num_envs, 64, 64, 3], actions 0 to 14, rewards float32 [num_envs]. The step that ends
+    an episode shows the first observation of the next one: Procgen keeps the last one to itself, and does not
+    tell a time-out from any other end, so every end is a termination.
     """
-    if WORLD_SIZE == 1:
-        return [x]
-    xs = [None] * WORLD_SIZE
-    with exchange():
-        if everywhere:
-            dist.all_gather_object(xs, x)
-        else:
-            dist.gather_object(x, xs if RANK == 0 else None)
-    return xs if everywhere or RANK == 0 else []
+
+    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, env_id, num_envs, seed=0, distribution_mode="easy", num_levels=0, start_level=0, **options):
+        """`seed` (0 to 2³¹ − 1) picks the sequence of levels; `options` go to ProcgenGym3Env."""
+        self.options = dict(env_name=env_id, distribution_mode=distribution_mode, num_threads=min(4, os.cpu_count()))
+        self.options |= dict(num=num_envs, num_levels=num_levels, start_level=start_level) | options
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+        self.observation_space = gym.spaces.Box(0, 255, (num_envs, 64, 64, 3), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(15)
+        self.action_space = gym.spaces.MultiDiscrete([15] * num_envs)
+        self.num_episodes, self.last_episodes = 0, deque(maxlen=math.ceil(100 / WORLD_SIZE))  # (return, length)
+        self.reset(seed=seed)
+
+    def reset(self, *, seed=None, options=None):
+        """Begin a new episode everywhere; with a seed, from the first level of that seed's sequence."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self.procgen = ProcgenGym3Env(rand_seed=seed, **self.options)
+        elif not self.starts.all():
+            self.procgen.act(np.full(self.num_envs, -1))  # −1 is Procgen's way to abandon an episode
+        _, observations, self.starts = self.procgen.observe()
+        self.observations = observations["rgb"]
+        self.episode_returns, self.episode_lengths = np.zeros((2, self.num_envs))
+        return self.observations, {}
+
+    def step(self, actions):
+        """Act in every environment; `terminations[i]` says that `observations[i]` begins a new episode."""
+        self.procgen.act(np.asarray(actions))
+        rewards, observations, self.starts = self.procgen.observe()
+        self.observations = observations["rgb"]
+        self.episode_returns += rewards
+        self.episode_lengths += 1
+        self.last_episodes.extend(zip(self.episode_returns[self.starts], self.episode_lengths[self.starts]))
+        self.num_episodes += int(self.starts.sum())
+        self.episode_returns[self.starts] = self.episode_lengths[self.starts] = 0
+        return self.observations, rewards, self.starts, np.zeros_like(self.starts), {}
+
+    def state_dict(self):
+        """The games with what they showed last, which Procgen would forget, and the episode statistics."""
+        names = ("observations", "starts", "episode_returns", "episode_lengths", "last_episodes")
+        state = {name: torch.from_numpy(np.array(vars(self)[name])) for name in names}
+        return state | {"games": self.procgen.get_state(), "num_episodes": self.num_episodes}
+
+    def load_state_dict(self, state):
+        state = {name: x.numpy() if torch.is_tensor(x) else x for name, x in state.items()}
+        self.procgen.set_state(state.pop("games"))
+        self.last_episodes.extend(state.pop("last_episodes"))
+        vars(self).update(state)
+
+    def close_extras(self, **kwargs):
+        self.procgen.close()
 
 
-def gather_envs(x):
-    """[n, num_envs] of every process, side by side and on the CPU: [n, WORLD_SIZE · num_envs]."""
-    return torch.cat(gather(x.cpu()), dim=1)
+@torch.no_grad()
+def play(agent, envs, num_steps):
+    """Play a rollout: `num_steps` steps in every environment, with actions sampled from the policy. Values and starts
+    also cover the observation after the last step."""
+    shape, device = (num_steps, envs.num_envs), agent.policy_head.weight.device
+    obs = torch.zeros(*shape, 64, 64, 3, dtype=torch.uint8, device=device)
+    actions, logprobs, rewards = torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape)
+    values, starts = torch.zeros(num_steps + 1, envs.num_envs), torch.zeros(num_steps + 1, envs.num_envs)
+
+    for t in range(num_steps):
+        obs[t], starts[t] = torch.from_numpy(envs.observations), torch.from_numpy(envs.starts)
+        logits, values[t] = agent(obs[t])
+        policy = Categorical(logits=logits)
+        action = policy.sample()
+        actions[t], logprobs[t] = action, policy.log_prob(action)
+        rewards[t] = torch.from_numpy(envs.step(action.cpu().numpy())[1])
+
+    starts[num_steps] = torch.from_numpy(envs.starts)
+    _, values[num_steps] = agent(torch.from_numpy(envs.observations).to(device))
+    return obs, actions, logprobs, rewards, values, starts
+
+
+def targets(rewards, values, starts, normalizer, args):
+    """Normalized advantages and value targets [num_steps, num_envs] of a rollout, and the explained variance of its
+    values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes count as one."""
+    all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)
+    rewards = normalizer(all_rewards, all_starts)[:, RANK * args.num_envs : (RANK + 1) * args.num_envs]
+    advantages = gae(rewards, values, starts, args.gamma, args.gae_lambda)
+    value_targets = advantages + values[:-1]
+
+    all_advantages, all_value_targets = torch.cat(gather(torch.stack([advantages, value_targets])), dim=2)
+    advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
+    explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
+    return advantages, value_targets, explained_variance.item()
+
+
+def update(agent, optimizer, rollout, args):
+    """Train policy and value function on a rollout (obs, actions, logprobs, advantages, value_targets, each
+    [num_steps, num_envs, ...]). Returns: losses as means over all minibatches, the last one alone would be biased."""
+    policy_sums = value_sum = norm_sum = 0
+    for epoch in range(args.update_epochs):
+        for envs in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
+            for share, minibatch in microbatches([x[:, envs].flatten(0, 1) for x in rollout], agent, args):
+                mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = minibatch
+                logits, values = agent(mb_obs)
+                policy = Categorical(logits=logits)
+                log_ratio = policy.log_prob(mb_actions) - mb_logprobs
+                clip_loss = policy_loss(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
+                entropy = policy.entropy().mean()
+                value_loss = args.vf_coef * F.mse_loss(values, mb_value_targets)
+                ((clip_loss - args.ent_coef * entropy + value_loss) * share).backward()
+
+                with torch.no_grad():
+                    approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
+                    clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
+                    sums = share * torch.stack([clip_loss, entropy, approx_kl, clipfrac])
+                    policy_sums += sums
+                    value_sum += share * value_loss
+            norm_sum += step(agent, optimizer, args.max_grad_norm)
+
+    average([policy_sums, value_sum])
+    names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
+    means = dict(zip(names, (policy_sums / (args.update_epochs * args.num_minibatches)).tolist()))
+    means["losses/value_loss"] = value_sum.item() / (args.update_epochs * args.num_minibatches)
+    return means | {"losses/grad_norm": float(norm_sum) / (args.update_epochs * args.num_minibatches)}
+
+
+def main(args):
+    """Train as `args` say; returns the directory of the run."""
+    device, bfloat16 = start_process(args)
+
+    # Every process begins with the same parameters, but has environments and random numbers of its own.
+    torch.manual_seed(args.seed)
+    agent = Agent(15, channels=args.channels, bfloat16=bfloat16).to(device)
+    process_seed = (args.seed + 1_000_003 * RANK) % 2**31
+    torch.manual_seed(process_seed)
+    levels = (args.distribution_mode, args.num_levels, args.start_level)
+    envs = ProcgenVecEnv(args.env_id, args.num_envs, process_seed, *levels)
+    if args.compile:
+        agent.apply(lambda module: isinstance(module, Encoder) and module.compile(dynamic=False))
+
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
+    normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
+
+    # A resumed run loads here what training changes: what all processes share, and what each has of its own.
+    shared = dict(agent=agent, optimizer=optimizer, normalizer=normalizer)
+    run = Run(args, bfloat16, shared, own=dict(envs=envs))
+
+    while run.iteration < run.num_iterations:
+        run.checkpoint(args.checkpoint_interval)  # if due; stops here if a signal asked for it
+
+        run.show("rollout")
+        obs, actions, logprobs, rewards, values, starts = play(agent, envs, args.num_steps)
+
+        run.show("update")
+        advantages, value_targets, explained_variance = targets(rewards, values, starts, normalizer, args)
+        losses = update(agent, optimizer, (obs, actions, logprobs, advantages, value_targets), args)
+        run.log_iteration(envs, losses | {"losses/explained_variance": explained_variance})
+
+    return run.checkpoint(finished=True)
+
+
+# Around the algorithm: processes, files, arguments. But for PPG's own flags, ppg_procgen.py has the same.
+
+
+def start_process(args):
+    """Join the other processes; returns the device, and whether the encoder computes in bfloat16."""
+    gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.device_count() >= LOCAL_WORLD_SIZE)
+    device = torch.device(f"cuda:{LOCAL_RANK}" if gpu else "cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if WORLD_SIZE > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+
+    # Nearly all memory goes to observations: of a rollout and, in PPG, of the buffer.
+    on_gpu = gpu and getattr(args, "buffer_device", "auto") == "auto"
+    needed = (1 + getattr(args, "n_pi", 0)) * args.num_envs * args.num_steps * 64 * 64 * 3 / 1e9
+    available = (torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / LOCAL_WORLD_SIZE) / 1e9
+    if needed > min(gather(available)):
+        fail(f"--num-envs {args.num_envs}: its observations take {needed:.3g} GB, expected {available:.3g} GB at most")
+
+    cpu = torch.cpu.get_capabilities()
+    has_bfloat16 = torch.cuda.is_bf16_supported(False) if gpu else cpu.get("amx_bf16") or cpu.get("avx512_bf16")
+    return device, args.precision == "bfloat16" or (args.precision == "auto" and all(gather(has_bfloat16)))
+
+
+def gather(x):
+    """What each process has for x, as a list in their order."""
+    xs = [x] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(xs, x)
+    return xs
 
 
 def average(tensors):
-    """Replace each tensor by its mean over the processes, all in one exchange."""
-    if WORLD_SIZE == 1:
-        return
-    means = torch.cat([x.flatten() for x in tensors]) / WORLD_SIZE
-    with exchange():
-        dist.all_reduce(means)
-    for x, mean in zip(tensors, means.split([x.numel() for x in tensors])):
-        x.copy_(mean.view_as(x))
+    """Replace each tensor by its mean over the processes."""
+    for x in tensors if WORLD_SIZE > 1 else []:
+        dist.all_reduce(x)
+        x /= WORLD_SIZE
 
 
-def average_gradients(agent):
-    """The gradient of the mean loss over all processes; they then take the same step and stay equal."""
+def microbatches(minibatch, agent, args):
+    """Split a minibatch, [batch, ...] each, into what passes through the network at once; yields each part's share of
+    it, the weight of its gradient, and the part. (On a CPU small parts are faster: activations stay in cache.)"""
+    device, batch = agent.policy_head.weight.device, len(minibatch[0])
+    size = args.microbatch_size or (64 if device.type == "cpu" else batch)
+    for part in zip(*(x.split(size) for x in minibatch)):
+        yield len(part[0]) / batch, [x.to(device) for x in part]
+
+
+def step(agent, optimizer, max_grad_norm):
+    """Step, alike in all processes, and clear the gradients; returns their norm. One that is not finite is a
+    RuntimeError, before the step."""
     average([parameter.grad for parameter in agent.parameters() if parameter.grad is not None])
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
-@contextlib.contextmanager
-def replacing(path, mode="w"):
-    """A file to write; once it is whole and on the disk it takes the place of `path`.
-
-    Renaming is atomic: a crash at any moment leaves either the old file or the new one.
-    """
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, mode, newline=None if "b" in mode else "") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def replace(path, save):
+    """Have `save` write a file, and put it in the place of `path` once it is whole."""
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        save(file)
+        os.fsync(file)
+    os.replace(file.name, path)
 
 
-def write_rows(path, rows):
-    """Replace the table at `path` by these rows (dictionaries with the same keys) as CSV."""
-    with replacing(path) as file:
-        csv_writer = csv.DictWriter(file, rows[0])
-        csv_writer.writeheader()
-        csv_writer.writerows(rows)
+class Run:
+    """A run's directory with its tables and checkpoint, the progress line, and when to stop. `shared` and `own` name
+    what to save, each with a `state_dict`: what is equal in all processes, and what each process has for itself."""
+
+    def __init__(self, args, bfloat16, shared, own):
+        self.shared, self.own, self.stop_signal, self.wandb = shared, own, None, None
+        self.iteration, self.tables = 0, {"progress": [], "auxiliary": []}
+        self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
+        self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
+        name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+        self.path = Path(args.resume or gather(Path(args.run_dir) / name)[0])  # clocks differ
+        config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex()}
+        if args.resume:
+            self.load()
+            config = json.loads((self.path / "config.json").read_text())
+
+        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
+        part = {"device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"}
+        part |= {"precision": "bfloat16" if bfloat16 else "float32", "global_step": self.iteration * self.rollout_steps}
+        part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
+        part["git_commit"] = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip() or None
+        config = part | config | {"args": dataclasses.asdict(args) | {"resume": None}}
+        config["parts"] = [*config.get("parts", []), part]  # more than one in a run that was resumed
+        if RANK == 0:
+            try:
+                self.path.mkdir(parents=True, exist_ok=args.resume is not None)
+                self.lock = FileLock(self.path / ".lock")  # the directory has one writer
+                self.lock.acquire(timeout=0)
+            except OSError as error:  # filelock's Timeout is one, too
+                fail(f"{self.path}: expected a new directory, or with --resume one that no process writes to ({error})")
+            replace(self.path / "config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
+            self.write_tables()  # without the rows that came after the checkpoint
+            self.writer = SummaryWriter(self.path, purge_step=part["global_step"] + 1)
+        if args.track and RANK == 0:
+            import wandb
+
+            place = dict(project=args.wandb_project_name, group=f"{args.env_id}__{Path(__file__).stem}")
+            self.wandb = wandb.init(**place, name=self.path.name, id=config["wandb_id"], resume="allow", config=config)
+            self.wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
+
+        pace = dict(smoothing=0, miniters=0, mininterval=0.2 if sys.stdout.isatty() else 60, dynamic_ncols=True)
+        layout = "{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|"
+        look = dict(unit="step", unit_scale=True, bar_format=layout, file=sys.stdout, disable=RANK > 0)
+        total = self.num_iterations * self.rollout_steps
+        self.progress = tqdm(initial=part["global_step"], total=total, **pace, **look)
+        shared["agent"].policy_head.register_forward_hook(self.redraw)
+        self.start_time, self.start, self.saved = time.time(), self.iteration, self.iteration
+        self.handlers = {s: signal.signal(s, self.on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def load(self):
+        try:  # weights_only: a checkpoint from a stranger runs no code
+            state = torch.load(self.path / "checkpoint.pt", map_location="cpu", weights_only=True)
+            state |= state.pop("processes")[RANK]
+            for name, part in (self.shared | self.own).items():
+                part.load_state_dict(state[name])
+            for rng_state, set_rng_state in zip(state["rng"], (torch.set_rng_state, torch.cuda.set_rng_state)):
+                set_rng_state(rng_state)
+            self.iteration, self.tables = state["iteration"], state["tables"]
+        except Exception as error:
+            problem = str(error).split("\n")[0] or type(error).__name__
+            fail(f"--resume {self.path}: expected a whole checkpoint.pt of this script there ({problem})")
+
+    def checkpoint(self, interval=math.inf, finished=False):
+        """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
+        signums = [signum for signum in gather(self.stop_signal) if signum]
+        if finished or signums or (self.iteration % interval == 0 and self.iteration > self.saved):
+            own = {name: part.state_dict() for name, part in self.own.items()}
+            own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+            state = {name: part.state_dict() for name, part in self.shared.items()} | {"processes": gather(own)}
+            state |= {"iteration": self.iteration, "tables": self.tables}
+            if RANK == 0:
+                replace(self.path / "checkpoint.pt", lambda file: torch.save(state, file))
+            self.saved = self.iteration
+        if finished:
+            return self.close(f"{self.path} has {self.iteration * self.rollout_steps} steps")
+        if signums:
+            command = f"{'python' if WORLD_SIZE == 1 else 'torchrun ...'} {sys.argv[0]} --resume {self.path}"
+            self.close(f"stopped after {self.iteration * self.rollout_steps} steps; to go on: {command}")
+            sys.exit(128 + signums[0])
+
+    def on_signal(self, signum, frame):
+        if self.stop_signal:
+            os._exit(128 + signum)
+        self.stop_signal = signum
+        os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
+
+    def show(self, phase):
+        self.progress.set_description_str(phase, refresh=False)
+
+    def redraw(self, *_):
+        self.progress.update(0)  # returns nothing: what a hook returns takes the place of the layer's output
+
+    def log_iteration(self, envs, losses):
+        """A row of progress.csv: the mean of the last 100 episodes, the losses, and the speed since the start."""
+        self.iteration += 1
+        episodes, counts = zip(*gather((list(envs.last_episodes), envs.num_episodes)))
+        means = np.mean([x for xs in episodes for x in xs] or [[math.nan] * 2], axis=0).tolist()
+        charts = dict(zip(("charts/episodic_return", "charts/episodic_length"), means)) | {
+            "charts/episodes": sum(counts)
+        }
+        speed = (self.iteration - self.start) * self.rollout_steps / (time.time() - self.start_time)
+        self.log("progress", charts | losses | {"charts/SPS": speed})
+        self.progress.set_postfix_str(f"return {means[0]:.2f}", refresh=False)
+        self.progress.update(self.rollout_steps)
+
+    def log(self, table, metrics):
+        """Add a row to a table, and to TensorBoard and Weights & Biases."""
+        global_step = self.iteration * self.rollout_steps
+        row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
+        self.tables[table].append(row)
+        if RANK == 0:
+            self.write_tables()
+            for name, x in metrics.items():
+                self.writer.add_scalar(name, x, global_step)
+            self.writer.flush()
+        if self.wandb:
+            self.wandb.log(metrics | {"global_step": global_step})
+
+    def write_tables(self):
+        for table, rows in self.tables.items():
+            text = "".join(",".join(map(str, line)) + "\n" for line in (*rows[:1], *(row.values() for row in rows)))
+            replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
+
+    def close(self, message):
+        gather(None)  # torchrun ends all processes when one ends: not before the first one has written
+        self.progress.close()
+        if RANK == 0:
+            print(message, flush=True)
+            self.writer.close()
+            self.lock.release()
+        if self.wandb:
+            self.wandb.finish()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        if WORLD_SIZE > 1:
+            dist.destroy_process_group()
+        return self.path
 
 
 def fail(message):
-    """Report bad input in one line on standard error, once a machine, and exit with code 2 as argument parsers do."""
+    """Report bad input in one line, once a machine, and exit with code 2 as argument parsers do."""
     if LOCAL_RANK == 0:
         print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
+@dataclass
+class Args(MachineArgs, PPOArgs, ProblemArgs):
+    """All arguments. ValueError names the flag that cannot work or would have no effect, and what is expected."""
+
+    def __post_init__(self):
+        self.channels = tuple(self.channels)  # in config.json it is a list
+        limits = dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)) | {"e_aux": (0, math.inf)}
+        limits |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
+        for field in dataclasses.fields(self):
+            whole, value = field.type in (int, int | None), getattr(self, field.name)
+            low, high = limits.get(field.name, (1 if whole else 0, math.inf))
+            if (whole or field.type in (float, float | None)) and value is not None:
+                self.check(field.name, low <= value <= high and value < math.inf, f"a number from {low} to {high}")
+
+        gpus, rollout = torch.cuda.device_count(), self.num_envs * self.num_steps * WORLD_SIZE
+        self.check("channels", min(self.channels) > 0, "three positive numbers")
+        self.check("start_level", self.num_levels or not self.start_level, "--num-levels beside it, not 0: all levels")
+        self.check("start_level", self.start_level + self.num_levels < 2**31, f"levels up to {2**31 - 1}")
+        self.check("num_envs", self.num_envs % self.num_minibatches == 0, f"a multiple of {self.num_minibatches}")
+        self.check("device", self.device != "cuda" or gpus >= LOCAL_WORLD_SIZE, f"a GPU a process, there are {gpus}")
+        self.check("run_name", re.fullmatch(r"\w[^/]*", self.run_name or "-"), "the name of a directory")
+        self.check("resume", self.resume != "", "the directory of a run")
+        self.check("total_timesteps", self.resume or self.total_timesteps >= rollout, f"a rollout, {rollout}, or more")
+
+    def check(self, name, holds, expected):
+        if not holds:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected {expected}")
+
+
 def parse_args():
-    """Arguments from the command line; with --resume, the run's own arguments are the defaults."""
-    args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.resume is None:
+    """Arguments from the command line. A resumed run has those of its config.json, and few of them may change."""
+
+    def grouped(problem: ProblemArgs, ppo: PPOArgs, machine: MachineArgs):
+        return Args(**vars(problem), **vars(ppo), **vars(machine))
+
+    options = dict(description=__doc__.split("\n")[0], console_outputs=LOCAL_RANK == 0)
+    try:
+        args = tyro.cli(grouped, config=[tyro.conf.OmitArgPrefixes], **options)
+        if args.resume:
+            config = json.loads((Path(args.resume) / "config.json").read_text())
+            args.check(
+                "resume", config["script"] == Path(__file__).name, f"a run of this script, not {config['script']}"
+            )
+            args.check(
+                "resume", config["processes"] == WORLD_SIZE, f"its {config['processes']} processes, not {WORLD_SIZE}"
+            )
+            stored = Args(**config["args"] | {"resume": args.resume})
+            args = tyro.cli(Args, default=stored, **options)
+            free = ("total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name")
+            for name, value in vars(stored).items():
+                args.check(name, name in free or getattr(args, name) == value, f"{value}, as the run was started with")
+            args.check("total_timesteps", args.total_timesteps >= stored.total_timesteps, "not less than before")
         return args
-
-    try:
-        config = json.loads((Path(args.resume) / "config.json").read_text())
-        if config["script"] != Path(__file__).name:
-            fail(f"--resume {args.resume}: expected a run of {Path(__file__).name}, that is one of {config['script']}")
-        stored = Args(**config["args"])
-    except (OSError, ValueError, KeyError, TypeError):
-        fail(f"--resume {args.resume}: expected the directory of a run of {Path(__file__).name}, with its config.json")
-    args = tyro.cli(Args, default=dataclasses.replace(stored, resume=args.resume))
-
-    # What could change the result has to stay as it was.
-    for name, value in vars(stored).items():
-        flag, new_value = "--" + name.replace("_", "-"), getattr(args, name)
-        if name == "total_timesteps" and new_value < value:
-            fail(f"{flag} {new_value}: this run was started with {value}; when resuming, expected that or more")
-        if name not in RESUME_MAY_CHANGE and new_value != value:
-            fail(f"{flag} {new_value}: this run was started with {value}; when resuming, leave the flag out")
-    return args
-
-
-def check_args(args):
-    """Refuse arguments that cannot work, before anything is written."""
-    if args.env_id not in ENV_NAMES:
-        nearest = difflib.get_close_matches(args.env_id, ENV_NAMES, n=1, cutoff=0.0)[0]
-        fail(f"--env-id {args.env_id}: no such game, did you mean {nearest}? Expected one of {', '.join(ENV_NAMES)}")
-    games = GAMES_WITH_MODE.get(args.distribution_mode, ENV_NAMES)
-    if args.env_id not in games:
-        mode = args.distribution_mode
-        fail(f"--distribution-mode {mode}: {args.env_id} has no such mode; expected one of {', '.join(games)}")
-    if args.distribution_mode == "exploration" and (args.num_levels, args.start_level) != (0, 0):
-        levels = f"--num-levels {args.num_levels} --start-level {args.start_level}"
-        fail(f"{levels}: exploration mode is one fixed level; expected 0 and 0")
-
-    for name, (low, high) in LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
-            accepted = f"a finite number, {low} or more" if high == math.inf else f"{low} to {high}"
-            fail(f"--{name.replace('_', '-')} {value}: expected {accepted}")
-    if args.run_name is not None and not re.fullmatch(r"\w[\w .+=-]*", args.run_name):
-        fail(f"--run-name {args.run_name!r}: expected a name, of letters, digits, spaces and _ . + = -")
-    if args.num_envs % args.num_minibatches:
-        fail(f"--num-envs {args.num_envs}: expected a multiple of --num-minibatches {args.num_minibatches}")
-    rollout = args.num_envs * args.num_steps * WORLD_SIZE
-    if args.total_timesteps < rollout:
-        fail(f"--total-timesteps {args.total_timesteps}: expected at least one rollout, {rollout} steps")
-
-    gpus = torch.cuda.device_count()
-    if LOCAL_WORLD_SIZE > 1 and args.device != "cpu" and (":" in args.device or 0 < gpus < LOCAL_WORLD_SIZE):
-        fail(f"--device {args.device}: expected cpu, or auto with a GPU for each of {LOCAL_WORLD_SIZE} processes")
-    try:
-        # A process that only touches another's GPU takes memory there.
-        torch.zeros(1, device={"auto": "cpu", "cuda": f"cuda:{LOCAL_RANK}"}.get(args.device, args.device)).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
-
-
-def main(args):
-    """Train as `args` say and return the directory of the run."""
-    check_args(args)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", LOCAL_RANK if device.index is None else device.index)
-        torch.cuda.set_device(device)
-    if args.compile:
-        try:
-            torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
-        except Exception as error:
-            problem = str(error).split("\n")[0]
-            fail(f"--compile: expected a C++ compiler or, for a GPU, Triton, as torch.compile needs ({problem})")
-    if WORLD_SIZE > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    bfloat16 = args.precision == "bfloat16" or (args.precision == "auto" and has_bfloat16(device))
-    batch_size = args.num_envs * args.num_steps
-    minibatch_size = batch_size // args.num_minibatches
-    microbatch_size = args.microbatch_size or (64 if device.type == "cpu" else minibatch_size)
-    num_iterations = math.ceil(args.total_timesteps / (batch_size * WORLD_SIZE))
-
-    # Nearly all memory goes to the observations that the rollout keeps, a byte per pixel and colour.
-    needs = {device: batch_size * 64 * 64 * 3}
-    for place, needed in needs.items():
-        needed *= LOCAL_WORLD_SIZE if place.type == "cpu" else 1
-        available = min(gather(available_memory(place)))
-        if needed > available:
-            gigabytes = f"{needed / 1e9:.3g} GB of memory on {place}, and {available / 1e9:.3g} GB are available"
-            fail(f"the observations need {gigabytes}; lower --num-envs or --num-steps")
-
-    torch.manual_seed(args.seed)
-    torch.distributions.Distribution.set_default_validate_args(False)  # `stop_unless_finite` says more
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-    # Every process has environments and random numbers of its own, but begins with the same parameters.
-    process_seed = (args.seed + 1_000_003 * RANK) % 2**31
-    levels = (args.distribution_mode, args.num_levels, args.start_level)
-    envs = RecordEpisodeStatistics(
-        ProcgenVecEnv(args.env_id, args.num_envs, process_seed, *levels),
-        buffer_length=math.ceil(100 / WORLD_SIZE),
-    )
-    agent = Agent(envs.single_action_space.n, bfloat16=bfloat16).to(device)
-    torch.manual_seed(process_seed)
-
-    # Compiled, the small batches of the rollout run as CUDA graphs: the GPU would need less time for its kernels than
-    # the CPU needs to launch them one by one.
-    act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False) if args.compile else agent
-    if args.compile:
-        agent.compile(dynamic=False)
-
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
-
-    # The rollout. Observation t, whether it begins an episode, what the agent did there, and the
-    # reward for it; `values` and `starts` also cover the observation after the last step. Rewards and
-    # starts stay on the CPU, where they come from and where advantages are computed.
-    obs = torch.zeros(args.num_steps, args.num_envs, 64, 64, 3, dtype=torch.uint8, device=device)
-    starts = torch.zeros(args.num_steps + 1, args.num_envs)
-    actions = torch.zeros(args.num_steps, args.num_envs, dtype=torch.long, device=device)
-    logprobs = torch.zeros(args.num_steps, args.num_envs, device=device)
-    values = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
-    rewards = torch.zeros(args.num_steps, args.num_envs)
-    # Observations travel to a GPU through memory that it can read by itself, while the CPU goes on.
-    upload = torch.zeros(args.num_envs, 64, 64, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    reward_stats = initial_reward_stats(args.num_envs * WORLD_SIZE)
-    next_obs, _ = envs.reset()
-    next_starts = np.ones(args.num_envs, dtype=bool)
-    iteration = global_step = 0
-    rows = []  # of progress.csv
-
-    if args.resume:
-        run_path = Path(args.resume)
-        try:
-            # Only tensors and plain containers are read: a checkpoint from a stranger runs no code.
-            checkpoint = torch.load(run_path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-            if checkpoint["format"] != CHECKPOINT_FORMAT:
-                raise ValueError(f"that one is in format '{checkpoint['format']}'")
-        except Exception as error:
-            problem = str(error).split("\n")[0] or type(error).__name__
-            fail(f"--resume {run_path}: expected a checkpoint.pt in format '{CHECKPOINT_FORMAT}' there ({problem})")
-        if (number := len(checkpoint["processes"])) != WORLD_SIZE:
-            fail(f"--resume {run_path}: this run has {number} processes; expected as many, there are {WORLD_SIZE} now")
-        process = checkpoint["processes"][RANK]
-        agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        reward_stats = checkpoint["reward_stats"]
-        envs.unwrapped.set_state(process["envs"])
-        next_obs, next_starts = process["next_obs"].numpy(), process["next_starts"].numpy()
-        envs.episode_returns = process["episode_returns"].numpy()
-        envs.episode_lengths = process["episode_lengths"].numpy()
-        envs.return_queue.extend(process["return_queue"])
-        envs.length_queue.extend(process["length_queue"])
-        envs.episode_count = process["episode_count"]
-        torch.set_rng_state(process["rng"])
-        if device.type == "cuda" and "cuda_rng" in process:
-            torch.cuda.set_rng_state(process["cuda_rng"], device)
-        iteration, global_step, rows = (checkpoint[name] for name in ("iteration", "global_step", "rows"))
-    else:
-        run_name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        run_path = gather(Path(args.run_dir) / run_name)[0]  # its name has a time, and clocks differ
-        try:
-            if RANK == 0:
-                run_path.mkdir(parents=True)
-        except FileExistsError:
-            fail(f"--run-name {run_name}: {run_path} exists; expected a new name, or --resume {run_path}")
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: expected a directory that can be written to ({error.strerror})")
-
-    commit = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
-        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "gymnasium", "numpy", "procgen", "procgen-mirror"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    config = {
-        "script": Path(__file__).name,
-        "args": dataclasses.asdict(args) | {"resume": None},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "precision": "bfloat16" if bfloat16 else "float32",
-        "processes": WORLD_SIZE,
-        "git_commit": commit,
-        "versions": versions,
-    }
-    try:
-        if RANK == 0:
-            with replacing(run_path / "config.json") as file:
-                json.dump(config, file, indent=2)
-            if rows:  # a crash can have left fewer than the checkpoint has, or more
-                write_rows(run_path / "progress.csv", rows)
-    except OSError as error:
-        fail(f"{run_path}: expected a directory that can be written to ({error.strerror})")
-    writer = None  # of TensorBoard, from the first row on
-    track = args.track and RANK == 0
-    if track:
-        import wandb
-
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{args.env_id}__{Path(__file__).stem}",  # the seeds of a grid side by side
-            name=run_path.name,
-            config=config.pop("args") | config,  # device and precision as they turned out
-        )
-
-    # One live line on a terminal; elsewhere a line a minute.
-    live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
-    progress = (tqdm if live else PlainProgress)(
-        total=num_iterations * batch_size * WORLD_SIZE,
-        initial=global_step,
-        unit="step",
-        unit_scale=True,
-        smoothing=0,  # the time left follows the average over all phases, not the phase under way
-        miniters=0,
-        mininterval=0.2 if live else 60,
-        dynamic_ncols=True,
-        bar_format="{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|",
-        file=sys.stdout,
-        disable=RANK > 0,
-    )
-    # The first SIGINT or SIGTERM (Ctrl-C, a preempted job) asks for a stop at the end of the iteration
-    # under way, the second one stops at once.
-    stop_signals = []
-
-    def request_stop(signum, frame):
-        if stop_signals:
-            os._exit(128 + signum)
-        stop_signals.append(signum)
-        os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
-
-    def agreed_signal():
-        """The signal that some process got, or None: all learn of it at the same boundary, and stop there together."""
-        signals = [signum for of_process in gather(stop_signals) for signum in of_process]
-        return signals[0] if signals else None
-
-    handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-
-    def save_checkpoint():
-        """Write everything that the rest of the run depends on; returns whether that worked."""
-        checksums = gather(sum(parameter.double().sum().item() for parameter in agent.parameters()))
-        if len(set(checksums)) > 1:
-            sys.exit(f"iteration {iteration}: the processes' parameters differ (sums {checksums}); no checkpoint")
-
-        process = {
-            "envs": envs.unwrapped.get_state(),
-            "next_obs": torch.from_numpy(next_obs),
-            "next_starts": torch.from_numpy(next_starts),
-            "episode_returns": torch.from_numpy(envs.episode_returns),
-            "episode_lengths": torch.from_numpy(envs.episode_lengths),
-            "return_queue": [float(episodic_return) for episodic_return in envs.return_queue],
-            "length_queue": [int(episodic_length) for episodic_length in envs.length_queue],
-            "episode_count": int(envs.episode_count),
-            "rng": torch.get_rng_state(),
-        }
-        if device.type == "cuda":
-            process["cuda_rng"] = torch.cuda.get_rng_state(device)
-        processes = gather(process, everywhere=False)
-
-        checkpoint = {
-            "format": CHECKPOINT_FORMAT,
-            "iteration": iteration,
-            "global_step": global_step,
-            "rows": rows,
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "reward_stats": reward_stats,
-            "processes": processes,
-        }
-        written = True
-        try:
-            if RANK == 0:
-                with replacing(run_path / "checkpoint.pt", "wb") as file:
-                    torch.save(checkpoint, file)
-        except (OSError, RuntimeError) as error:
-            reason = error.__context__ or error  # torch wraps the error of a full disk
-            progress.write(f"the checkpoint could not be written, the one before it stays: {reason}", file=sys.stderr)
-            written = False
-        return all(gather(written))  # no process ends while the first one writes
-
-    stop_signal, metrics_written, checkpoint_written = None, True, True
-    start_time, start_step = time.time(), global_step
-
-    while iteration < num_iterations and not stop_signal:
-        # Rollout: num_steps steps in every environment with the current policy.
-        progress.set_description_str("rollout", refresh=False)
-        for t in range(args.num_steps):
-            obs[t].copy_(upload.copy_(torch.from_numpy(next_obs)), non_blocking=True)
-            starts[t] = torch.from_numpy(next_starts)
-            with torch.no_grad():
-                logits, values[t] = act(obs[t])
-            if not logits.isfinite().all():
-                sys.exit(f"iteration {iteration + 1}: the policy's logits are not finite; stopped in the rollout")
-            policy = Categorical(logits=logits)
-            actions[t] = policy.sample()
-            logprobs[t] = policy.log_prob(actions[t])
-
-            next_obs, reward, next_starts, _, _ = envs.step(actions[t].cpu().numpy())
-            rewards[t] = torch.from_numpy(reward)
-            global_step += args.num_envs * WORLD_SIZE
-            progress.update(args.num_envs * WORLD_SIZE)
-        starts[args.num_steps] = torch.from_numpy(next_starts)
-        with torch.no_grad():
-            _, values[args.num_steps] = act(torch.from_numpy(next_obs).to(device))
-
-        # Advantages and value targets, of normalized rewards; then the advantages are normalized over the rollout.
-        # The rollouts of several processes count as one: each process normalizes with the statistics of all.
-        own = slice(RANK * args.num_envs, (RANK + 1) * args.num_envs)
-        all_rewards, all_starts = gather_envs(rewards), gather_envs(starts[:-1])
-        normalized_rewards, reward_stats = normalize_rewards(all_rewards, all_starts, reward_stats)
-        advantages = gae(normalized_rewards[:, own], values.cpu(), starts, args.gamma, args.gae_lambda)
-        value_targets = advantages + values[:-1].cpu()
-        all_advantages, all_value_targets = gather_envs(advantages), gather_envs(value_targets)
-        advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
-        advantages, value_targets = advantages.to(device), value_targets.to(device)
-
-        # Update: policy and value function learn together, on minibatches of whole segments.
-        progress.set_description_str("update", refresh=False)
-        policy_sums, value_sum = torch.zeros(4, device=device), torch.zeros((), device=device)
-        rollout = (obs, actions, logprobs, advantages, value_targets)
-        for epoch in range(args.update_epochs):
-            for segments in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
-                minibatch = (x[:, segments].flatten(0, 1) for x in rollout)
-                # Microbatches save memory and time: their weighted gradients add up to those of the minibatch.
-                microbatches = zip(*(x.split(microbatch_size) for x in minibatch))
-
-                optimizer.zero_grad()
-                for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets in microbatches:
-                    logits, new_values = agent(mb_obs)
-                    weight = len(mb_obs) / minibatch_size
-
-                    policy = Categorical(logits=logits)
-                    log_ratio = policy.log_prob(mb_actions) - mb_logprobs
-                    policy_loss = policy_objective(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
-                    entropy = policy.entropy().mean()
-                    with torch.no_grad():
-                        approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                        clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
-                        policy_sums += weight * torch.stack([policy_loss, entropy, approx_kl, clipfrac])
-
-                    value_loss = args.vf_coef * F.mse_loss(new_values, mb_value_targets)
-                    value_sum += weight * value_loss.detach()
-
-                    loss = policy_loss - args.ent_coef * entropy + value_loss
-                    (loss * weight).backward()
-                average_gradients(agent)
-                stop_unless_finite(agent, iteration + 1, {"policy_loss": policy_sums[0], "value_loss": value_sum})
-                optimizer.step()
-                progress.update(0)  # redraw
-
-        # Losses are means over the whole update: the last minibatch alone would be a biased sample.
-        average([policy_sums, value_sum])
-        policy_means = policy_sums / (args.update_epochs * args.num_minibatches)
-        policy_loss, entropy, approx_kl, clipfrac = policy_means.tolist()
-        value_loss = value_sum.item() / (args.update_epochs * args.num_minibatches)
-        explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
-        episodes = (list(envs.return_queue), list(envs.length_queue), int(envs.episode_count))
-        returns, lengths, counts = zip(*gather(episodes))
-        returns, lengths = np.concatenate(returns), np.concatenate(lengths)
-        metrics = {
-            "charts/episodic_return": float(returns.mean()) if len(returns) else math.nan,
-            "charts/episodic_length": float(lengths.mean()) if len(lengths) else math.nan,
-            "charts/episodes": sum(counts),
-            "losses/policy_loss": policy_loss,
-            "losses/value_loss": value_loss,
-            "losses/entropy": entropy,
-            "losses/approx_kl": approx_kl,
-            "losses/clipfrac": clipfrac,
-            "losses/explained_variance": explained_variance.item(),
-        }
-
-        # Log, each row with all rows before it: a disk that was full for a while costs none.
-        iteration += 1
-        metrics["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-        rows.append({"global_step": global_step} | {name.split("/")[1]: value for name, value in metrics.items()})
-        progress.set_postfix_str(f"return {metrics['charts/episodic_return']:.2f}", refresh=False)
-        try:
-            if RANK == 0:
-                write_rows(run_path / "progress.csv", rows)
-                writer = writer or SummaryWriter(run_path, purge_step=global_step)
-                for name, value in metrics.items():
-                    if not math.isnan(value):
-                        writer.add_scalar(name, value, global_step)
-            metrics_written = True
-        except OSError as error:
-            progress.write(f"the metrics could not be written, the next row tries again: {error}", file=sys.stderr)
-            metrics_written = False
-            writer = None  # its thread ends with its first error
-        if track:
-            wandb.log(metrics, step=global_step)
-
-        stop_signal = agreed_signal()
-        if stop_signal or iteration == num_iterations or iteration % args.checkpoint_interval == 0:
-            checkpoint_written = save_checkpoint()
-
-    progress.close()
-    with contextlib.suppress(OSError):
-        if writer:
-            writer.close()
-    envs.close()
-    if track:
-        wandb.finish()
-    gather(None)  # torchrun ends all processes when one ends: not before this one is done
-    if WORLD_SIZE > 1:
-        dist.destroy_process_group()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    if stop_signal and iteration < num_iterations:
-        launcher = ["python"] if WORLD_SIZE == 1 else ["torchrun", "--nproc-per-node", str(LOCAL_WORLD_SIZE)]
-        if WORLD_SIZE > LOCAL_WORLD_SIZE:
-            nodes = str(WORLD_SIZE // LOCAL_WORLD_SIZE)
-            launcher += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-        command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(run_path)])
-        where = "" if checkpoint_written else " from the checkpoint before, if there is one"
-        if RANK == 0:
-            print(f"stopped after {global_step} steps; to go on{where}: {command}", flush=True)
-        sys.exit(128 + stop_signal)
-    if RANK == 0:
-        print(f"{run_path} has {global_step} steps", flush=True)
-    if not (checkpoint_written and metrics_written):
-        sys.exit(1)
-    return run_path
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(error)
 
 
 if __name__ == "__main__":
