@@ -120,10 +120,8 @@ class ResidualBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """uint8 pixels [batch, 64, 64, 3] → float32 features [batch, features]; parameters and gradients are float32.
-
-    Source: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, figure 3 (right), without the LSTM.
-    """
+    """uint8 pixels [batch, 64, 64, 3] → float32 features [batch, features], as in Espeholt et al. 2018 (IMPALA),
+    arXiv 1802.01561, figure 3 (right), without the LSTM. Parameters and gradients are float32."""
 
     def __init__(self, channels=(16, 32, 32), features=256, bfloat16=False):
         super().__init__()
@@ -325,10 +323,11 @@ def targets(rewards, values, starts, normalizer, args):
 def update(agent, optimizer, rollout, args):
     """Train policy and value function on a rollout (obs, actions, logprobs, advantages, value_targets, each
     [num_steps, num_envs, ...]). Returns: losses as means over all minibatches, the last one alone would be biased."""
+    rollout = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
     policy_sums = value_sum = norm_sum = 0
     for epoch in range(args.update_epochs):
-        for envs in torch.randperm(args.num_envs).split(args.num_envs // args.num_minibatches):
-            for share, minibatch in microbatches([x[:, envs].flatten(0, 1) for x in rollout], agent, args):
+        for steps in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
+            for share, minibatch in microbatches([x[steps] for x in rollout], agent, args):
                 mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = minibatch
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
@@ -620,7 +619,9 @@ class Args(MachineArgs, PPOArgs, ProblemArgs):
         self.check("channels", min(self.channels) > 0, "three positive numbers")
         self.check("start_level", self.num_levels or not self.start_level, "--num-levels beside it, not 0: all levels")
         self.check("start_level", self.start_level + self.num_levels < 2**31, f"levels up to {2**31 - 1}")
-        self.check("num_envs", self.num_envs % self.num_minibatches == 0, f"a multiple of {self.num_minibatches}")
+        self.check(
+            "num_minibatches", rollout % (self.num_minibatches * WORLD_SIZE) == 0, "a divisor of a rollout's steps"
+        )
         self.check("device", self.device != "cuda" or gpus >= LOCAL_WORLD_SIZE, f"a GPU a process, there are {gpus}")
         self.check("run_name", re.fullmatch(r"\w[^/]*", self.run_name or "-"), "the name of a directory")
         self.check("resume", self.resume != "", "the directory of a run")
