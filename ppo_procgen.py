@@ -413,11 +413,13 @@ def start_process(args):
     return device, args.precision == "bfloat16" or (args.precision == "auto" and all(gather(has_bfloat16)))
 
 
-def gather(x):
-    """What each process has for x, as a list in their order."""
+def gather(x, everywhere=True):
+    """What each process has for x, as a list in their order; if not `everywhere`, only the first process gets it."""
     xs = [x] * WORLD_SIZE
-    if WORLD_SIZE > 1:
+    if WORLD_SIZE > 1 and everywhere:
         dist.all_gather_object(xs, x)
+    elif WORLD_SIZE > 1:
+        dist.gather_object(x, xs if RANK == 0 else None)
     return xs
 
 
@@ -466,25 +468,28 @@ class Run:
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
         name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.path = Path(args.resume or gather(Path(args.run_dir) / name)[0])  # clocks differ
+        try:
+            if RANK == 0:
+                self.path.mkdir(parents=True, exist_ok=args.resume is not None)
+                self.lock = FileLock(self.path / ".lock")  # one writer; a process that is killed leaves no lock
+                self.lock.acquire(timeout=0)
+        except OSError as error:  # filelock's Timeout is one, too
+            flag = f"--resume {args.resume}" if args.resume else f"--run-dir {args.run_dir} --run-name {name}"
+            fail(f"{flag}: expected a new directory, or one to resume that no process writes to ({error})")
+
+        # config.json says of a resumed run what it was started with, and lists all its parts.
         config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex()}
         if args.resume:
             self.load()
             config = json.loads((self.path / "config.json").read_text())
-
         git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
         part = {"device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"}
         part |= {"precision": "bfloat16" if bfloat16 else "float32", "global_step": self.iteration * self.rollout_steps}
         part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
         part["git_commit"] = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip() or None
         config = part | config | {"args": dataclasses.asdict(args) | {"resume": None}}
-        config["parts"] = [*config.get("parts", []), part]  # more than one in a run that was resumed
+        config["parts"] = [*config.get("parts", []), part]
         if RANK == 0:
-            try:
-                self.path.mkdir(parents=True, exist_ok=args.resume is not None)
-                self.lock = FileLock(self.path / ".lock")  # the directory has one writer
-                self.lock.acquire(timeout=0)
-            except OSError as error:  # filelock's Timeout is one, too
-                fail(f"{self.path}: expected a new directory, or with --resume one that no process writes to ({error})")
             replace(self.path / "config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
             self.write_tables()  # without the rows that came after the checkpoint
             self.writer = SummaryWriter(self.path, purge_step=part["global_step"] + 1)
@@ -523,8 +528,8 @@ class Run:
         if finished or signums or (self.iteration % interval == 0 and self.iteration > self.saved):
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-            state = {name: part.state_dict() for name, part in self.shared.items()} | {"processes": gather(own)}
-            state |= {"iteration": self.iteration, "tables": self.tables}
+            state = {name: part.state_dict() for name, part in self.shared.items()}
+            state |= {"iteration": self.iteration, "tables": self.tables, "processes": gather(own, everywhere=False)}
             if RANK == 0:
                 replace(self.path / "checkpoint.pt", lambda file: torch.save(state, file))
             self.saved = self.iteration
@@ -552,11 +557,9 @@ class Run:
         self.iteration += 1
         episodes, counts = zip(*gather((list(envs.last_episodes), envs.num_episodes)))
         means = np.mean([x for xs in episodes for x in xs] or [[math.nan] * 2], axis=0).tolist()
-        charts = dict(zip(("charts/episodic_return", "charts/episodic_length"), means)) | {
-            "charts/episodes": sum(counts)
-        }
+        charts = zip(("episodic_return", "episodic_length", "episodes"), (*means, sum(counts)))
         speed = (self.iteration - self.start) * self.rollout_steps / (time.time() - self.start_time)
-        self.log("progress", charts | losses | {"charts/SPS": speed})
+        self.log("progress", {f"charts/{name}": x for name, x in charts} | losses | {"charts/SPS": speed})
         self.progress.set_postfix_str(f"return {means[0]:.2f}", refresh=False)
         self.progress.update(self.rollout_steps)
 
@@ -565,6 +568,7 @@ class Run:
         global_step = self.iteration * self.rollout_steps
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table].append(row)
+        metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
         if RANK == 0:
             self.write_tables()
             for name, x in metrics.items():
@@ -615,17 +619,18 @@ class Args(MachineArgs, PPOArgs, ProblemArgs):
             if (whole or field.type in (float, float | None)) and value is not None:
                 self.check(field.name, low <= value <= high and value < math.inf, f"a number from {low} to {high}")
 
-        gpus, rollout = torch.cuda.device_count(), self.num_envs * self.num_steps * WORLD_SIZE
+        gpus = torch.cuda.device_count()
         self.check("channels", min(self.channels) > 0, "three positive numbers")
         self.check("start_level", self.num_levels or not self.start_level, "--num-levels beside it, not 0: all levels")
         self.check("start_level", self.start_level + self.num_levels < 2**31, f"levels up to {2**31 - 1}")
-        self.check(
-            "num_minibatches", rollout % (self.num_minibatches * WORLD_SIZE) == 0, "a divisor of a rollout's steps"
-        )
+        batch_size = self.num_envs * self.num_steps
+        self.check("num_minibatches", batch_size % self.num_minibatches == 0, f"a divisor of {batch_size}, a rollout")
         self.check("device", self.device != "cuda" or gpus >= LOCAL_WORLD_SIZE, f"a GPU a process, there are {gpus}")
-        self.check("run_name", re.fullmatch(r"\w[^/]*", self.run_name or "-"), "the name of a directory")
+        usable = self.run_name is None or re.fullmatch(r"\w[^/]*", self.run_name)
+        self.check("run_name", usable, "the name of a directory")
         self.check("resume", self.resume != "", "the directory of a run")
-        self.check("total_timesteps", self.resume or self.total_timesteps >= rollout, f"a rollout, {rollout}, or more")
+        enough = self.resume or self.total_timesteps >= batch_size * WORLD_SIZE
+        self.check("total_timesteps", enough, f"at least {batch_size * WORLD_SIZE}, a rollout")
 
     def check(self, name, holds, expected):
         if not holds:
@@ -641,22 +646,23 @@ def parse_args():
     options = dict(description=__doc__.split("\n")[0], console_outputs=LOCAL_RANK == 0)
     try:
         args = tyro.cli(grouped, config=[tyro.conf.OmitArgPrefixes], **options)
-        if args.resume:
+        if args.resume is None:
+            return args
+        try:
             config = json.loads((Path(args.resume) / "config.json").read_text())
-            args.check(
-                "resume", config["script"] == Path(__file__).name, f"a run of this script, not {config['script']}"
-            )
-            args.check(
-                "resume", config["processes"] == WORLD_SIZE, f"its {config['processes']} processes, not {WORLD_SIZE}"
-            )
-            stored = Args(**config["args"] | {"resume": args.resume})
-            args = tyro.cli(Args, default=stored, **options)
-            free = ("total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name")
-            for name, value in vars(stored).items():
-                args.check(name, name in free or getattr(args, name) == value, f"{value}, as the run was started with")
-            args.check("total_timesteps", args.total_timesteps >= stored.total_timesteps, "not less than before")
+            now, before = (Path(__file__).name, WORLD_SIZE), (config["script"], config["processes"])
+            stored = Args(**config["args"] | {"resume": args.resume}) if now == before else None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            args.check("resume", False, f"the directory of a run, with its config.json ({error})")
+        args.check("resume", now == before, f"the script and the number of processes {before}, these are {now}")
+        args = tyro.cli(Args, default=stored, **options)
+        free = ("total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name")
+        for name, value in vars(stored).items():
+            args.check(name, name in free or getattr(args, name) == value, f"{value}, as the run was started with")
+        less = stored.total_timesteps
+        args.check("total_timesteps", args.total_timesteps >= less, f"{less} or more, as the run was started with")
         return args
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         fail(error)
 
 
