@@ -712,7 +712,8 @@ class Run:
     def write_tables(self):
         for table, rows in self.tables.items():
             text = "".join(",".join(map(str, line)) + "\n" for line in (*rows[:1], *(row.values() for row in rows)))
-            replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
+            if rows or (self.path / f"{table}.csv").exists():
+                replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
 
     def close(self, message):
         gather(None)  # torchrun ends all processes when one ends: not before the first one has written
