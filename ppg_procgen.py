@@ -9,16 +9,16 @@
 """Phasic Policy Gradient (PPG) on Procgen, in one file (Cobbe et al. 2020, arXiv 2009.04416).
 
 When policy and value function share an encoder, each gains from what the other learns; but their
-gradients interfere there, and both must train for equally many epochs, though the value function
-tolerates many more over the same data. PPG keeps the gain and avoids both costs by taking turns:
+gradients interfere there, and both must train for equally many epochs, though the value function could
+use many more over the same data. PPG keeps the gain and avoids both costs by taking turns:
 
 - the policy phase: N_π iterations of PPO, each a rollout and an update on it, in which policy and
   value function have an encoder each (`--arch shared` and `detach`: one for both);
 - the auxiliary phase: E_aux epochs over all N_π rollouts teach the policy's encoder to predict the
   value targets, through an auxiliary value head that serves nothing else, while a KL penalty holds
-  the policy itself where it was. The value function trains on the same targets.
+  the policy itself where it was. The value function gets its extra epochs, on the same targets.
 
-| these parameters           | learn in the policy phase        | and in the auxiliary phase |
+| with two encoders, ...     | learns in the policy phase       | and in the auxiliary phase |
 | -------------------------- | -------------------------------- | -------------------------- |
 | policy head                | clipped objective, entropy bonus | β_clone · KL(π_old ‖ π)    |
 | auxiliary value head       | nothing                          | ½ (V_aux − V_targ)²        |
@@ -30,6 +30,7 @@ tolerates many more over the same data. PPG keeps the gain and avoids both costs
 To learn PPG, read to the end of `main`; what follows it only serves.
 """
 
+import copy
 import dataclasses
 import json
 import math
@@ -86,7 +87,7 @@ class PPOArgs:
     gae_lambda: float = 0.95  # λ of generalized advantage estimation
     clip_coef: float = 0.2  # ε, how far the probability ratio may move before it is clipped; 0 turns clipping off
     ent_coef: float = 0.01  # β_S, weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the squared value error, the ½ in ½ (V − V_targ)²
+    vf_coef: float = 0.5  # weight of the squared value error in the update, the ½ in ½ (V − V_targ)²
     kl_coef: float = 0.0  # β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL
     max_grad_norm: float = 0.0  # longer gradients are scaled down to this norm; 0 turns that off
 
@@ -95,7 +96,7 @@ class PPOArgs:
 class PPGArgs:
     n_pi: int = 32  # N_π, iterations in a policy phase
     e_pi: int = 1  # E_π, epochs of the policy over each rollout
-    e_v: int = 1  # E_V, epochs of the value function over each rollout; if not E_π, they come before the policy's
+    e_v: int = 1  # E_V, epochs of the value function over each rollout; if it is not E_π, they all come first
     e_aux: int = 6  # E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase
     beta_clone: float = 1.0  # β_clone, weight of KL(π_old ‖ π) in the auxiliary phase
     aux_minibatch_segments: int = 4  # segments in a minibatch of the auxiliary phase, in each process
@@ -371,11 +372,9 @@ def targets(rewards, values, starts, normalizer, args):
 
 def update(agent, optimizer, rollout, args):
     """Train policy and value function on a rollout (obs, actions, logprobs, advantages, value_targets, each
-    [num_steps, num_envs, ...]). Returns: losses as means over all minibatches, the last one alone would be biased."""
-    # With E_π = E_V each step improves policy and value function; otherwise first the value function
-    # trains, then the policy, as in the authors' code.
+    [num_steps, num_envs, ...]). Returns: the losses, as means over all minibatches."""
     epochs = [("policy", "value")] * args.e_pi
-    if args.e_pi != args.e_v:
+    if args.e_pi != args.e_v:  # as in the authors' code, the value function trains first, then the policy
         epochs = [("value",)] * args.e_v + [("policy",)] * args.e_pi
 
     rollout = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
@@ -399,7 +398,7 @@ def update(agent, optimizer, rollout, args):
                     sums = share * torch.stack([clip_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums * ("policy" in trained)
                     value_sum += share * value_loss * ("value" in trained)
-            norm_sum += step(agent, optimizer, args.max_grad_norm)
+            norm_sum += step(agent, optimizer, args.max_grad_norm)  # with the gradient of the whole minibatch
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -410,7 +409,7 @@ def update(agent, optimizer, rollout, args):
 
 class Buffer(list):
     """The rollouts of a phase, dicts of [num_steps, num_envs, ...]. Its length, 0 to N_π, and its count of
-    auxiliary epochs, 0 to E_aux, are all that says how far the phase is."""
+    auxiliary epochs, 0 to E_aux, say how far the phase is: a resumed run needs no more."""
 
     aux_epochs = 0
 
@@ -423,7 +422,7 @@ class Buffer(list):
             rollout["old_logits"] = torch.stack(logits)
 
     def minibatch(self, segments, device):
-        """[batch, ...] of each entry; segment k is environment k mod num_envs of rollout k div num_envs."""
+        """obs, value_targets, old_logits [batch, ...]; segment k: environment k % num_envs of rollout k // num_envs"""
         pairs = [divmod(k, self[0]["obs"].shape[1]) for k in segments.tolist()]
         return [torch.cat([self[i][name][:, env].to(device) for i, env in pairs]) for name in self[0]]
 
@@ -459,7 +458,7 @@ def auxiliary_epoch(agent, optimizer, buffer, args):
 
 def main(args):
     """Train as `args` say; returns the directory of the run."""
-    device, bfloat16 = start_process(args)
+    device, bfloat16 = start_process(args, num_rollouts=1 + args.n_pi * (args.e_aux > 0))
 
     # Every process begins with the same parameters, but has environments and random numbers of its own.
     torch.manual_seed(args.seed)
@@ -478,7 +477,7 @@ def main(args):
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
     buffer, buffer_device = Buffer(), device if args.buffer_device == "auto" else "cpu"
 
-    # A resumed run loads here what training changes: what all processes share, and what each has of its own.
+    # What training changes is saved, and a resumed run loads it here: what all processes share, and each one's own.
     shared = dict(agent=agent, optimizer=optimizer, aux_optimizer=aux_optimizer, normalizer=normalizer)
     run = Run(args, bfloat16, shared, own=dict(envs=envs, buffer=buffer))
 
@@ -494,16 +493,16 @@ def main(args):
             run.show(f"policy phase {len(buffer) + 1}/{args.n_pi}, update")
             advantages, value_targets, explained_variance = targets(rewards, values, starts, normalizer, args)
             losses = update(agent, optimizer, (obs, actions, logprobs, advantages, value_targets), args)
+            run.iteration += 1
             run.log_iteration(envs, losses | {"losses/explained_variance": explained_variance})
-            if args.e_aux > 0:
+            if args.e_aux > 0:  # without auxiliary phases, the policy phase never ends
                 buffer.append({"obs": obs.to(buffer_device), "value_targets": value_targets})
 
-        # A policy phase that the end of training cuts short gets no auxiliary phase.
-        if len(buffer) < args.n_pi:
+        if len(buffer) < args.n_pi:  # a policy phase cut short by the end of training gets no auxiliary phase
             return run.checkpoint(finished=True)
 
-        # Auxiliary phase: E_aux epochs over the N_π rollouts. The first step already moves π, and the KL has to
-        # hold it to where the policy phase left it: to π_old. (A resumed run may have that, and some epochs.)
+        # Auxiliary phase: E_aux epochs over the N_π rollouts. Before their first step moves π, record π_old,
+        # unless a resumed run already has it.
         run.show("auxiliary phase, π_old")
         if "old_logits" not in buffer[-1]:
             buffer.record_old_policy(agent)
@@ -522,22 +521,24 @@ def main(args):
 # Around the algorithm: processes, files, arguments. But for PPG's own flags, ppo_procgen.py has the same.
 
 
-def start_process(args):
-    """Join the other processes; returns the device, and whether the encoder computes in bfloat16."""
+def start_process(args, num_rollouts):
+    """Join the other processes and check that they have memory for `num_rollouts` rollouts; returns the device, and
+    whether the encoder computes in bfloat16: in all processes or in none."""
     gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.device_count() >= LOCAL_WORLD_SIZE)
     device = torch.device(f"cuda:{LOCAL_RANK}" if gpu else "cpu")
     if gpu:
         torch.cuda.set_device(device)
-        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.deterministic = True  # the same command gives the same numbers, as far as cuDNN can
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if WORLD_SIZE > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
 
-    # Nearly all memory goes to observations: of a rollout and, in PPG, of the buffer.
+    # Nearly all memory goes to observations.
+    needed = num_rollouts * args.num_envs * args.num_steps * 64 * 64 * 3 / 1e9
     on_gpu = gpu and getattr(args, "buffer_device", "auto") == "auto"
-    needed = (1 + getattr(args, "n_pi", 0)) * args.num_envs * args.num_steps * 64 * 64 * 3 / 1e9
-    available = (torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / LOCAL_WORLD_SIZE) / 1e9
-    if needed > min(gather(available)):
+    available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / LOCAL_WORLD_SIZE
+    available = min(gather(available)) / 1e9
+    if needed > available:
         fail(f"--num-envs {args.num_envs}: its observations take {needed:.3g} GB, expected {available:.3g} GB at most")
 
     cpu = torch.cpu.get_capabilities()
@@ -609,16 +610,16 @@ class Run:
             flag = f"--resume {args.resume}" if args.resume else f"--run-dir {args.run_dir} --run-name {name}"
             fail(f"{flag}: expected a new directory, or one to resume that no process writes to ({error})")
 
-        # config.json says of a resumed run what it was started with, and lists all its parts.
+        # config.json tells what a run was started with and, for one that was resumed, of each part.
         config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex()}
         if args.resume:
             self.load()
             config = json.loads((self.path / "config.json").read_text())
-        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
+        git = dict(args="git rev-parse HEAD", shell=True, cwd=Path(__file__).resolve().parent)
         part = {"device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"}
         part |= {"precision": "bfloat16" if bfloat16 else "float32", "global_step": self.iteration * self.rollout_steps}
         part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
-        part["git_commit"] = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip() or None
+        part["git_commit"] = subprocess.run(**git, capture_output=True, text=True).stdout.strip() or None
         config = part | config | {"args": dataclasses.asdict(args) | {"resume": None}}
         config["parts"] = [*config.get("parts", []), part]
         if RANK == 0:
@@ -643,8 +644,8 @@ class Run:
 
     def load(self):
         try:  # weights_only: a checkpoint from a stranger runs no code
-            state = torch.load(self.path / "checkpoint.pt", map_location="cpu", weights_only=True)
-            state |= state.pop("processes")[RANK]
+            state = torch.load(self.path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+            state = copy.deepcopy(state | state.pop("processes")[RANK])  # the other processes' stay on the disk
             for name, part in (self.shared | self.own).items():
                 part.load_state_dict(state[name])
             for rng_state, set_rng_state in zip(state["rng"], (torch.set_rng_state, torch.cuda.set_rng_state)):
@@ -686,7 +687,6 @@ class Run:
 
     def log_iteration(self, envs, losses):
         """A row of progress.csv: the mean of the last 100 episodes, the losses, and the speed since the start."""
-        self.iteration += 1
         episodes, counts = zip(*gather((list(envs.last_episodes), envs.num_episodes)))
         means = np.mean([x for xs in episodes for x in xs] or [[math.nan] * 2], axis=0).tolist()
         charts = zip(("episodic_return", "episodic_length", "episodes"), (*means, sum(counts)))
@@ -700,7 +700,7 @@ class Run:
         global_step = self.iteration * self.rollout_steps
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table].append(row)
-        metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
+        metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
             self.write_tables()
             for name, x in metrics.items():
@@ -711,7 +711,8 @@ class Run:
 
     def write_tables(self):
         for table, rows in self.tables.items():
-            text = "".join(",".join(map(str, line)) + "\n" for line in (*rows[:1], *(row.values() for row in rows)))
+            lines = [rows[0].keys(), *(row.values() for row in rows)] if rows else []
+            text = "".join(",".join(map(str, line)) + "\n" for line in lines)
             if rows or (self.path / f"{table}.csv").exists():
                 replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
 
@@ -740,7 +741,7 @@ def fail(message):
 
 @dataclass
 class Args(MachineArgs, PPGArgs, PPOArgs, ProblemArgs):
-    """All arguments. ValueError names the flag that cannot work or would have no effect, and what is expected."""
+    """All arguments, checked: a ValueError names the flag, its value and what is expected."""
 
     def __post_init__(self):
         self.channels = tuple(self.channels)  # in config.json it is a list
@@ -784,7 +785,7 @@ def parse_args():
         try:
             config = json.loads((Path(args.resume) / "config.json").read_text())
             now, before = (Path(__file__).name, WORLD_SIZE), (config["script"], config["processes"])
-            stored = Args(**config["args"] | {"resume": args.resume}) if now == before else None
+            stored = Args(**config["args"] | {"resume": args.resume, "device": args.device}) if now == before else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             args.check("resume", False, f"the directory of a run, with its config.json ({error})")
         args.check("resume", now == before, f"the script and the number of processes {before}, these are {now}")
