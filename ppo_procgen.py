@@ -355,7 +355,7 @@ def update(agent, optimizer, rollout, args):
 
 def main(args):
     """Train as `args` say; returns the directory of the run."""
-    device, bfloat16 = start_process(args, num_rollouts=1)
+    device, bfloat16 = start_process(args, num_rollouts=2)
 
     # Every process begins with the same parameters, but has environments and random numbers of its own.
     torch.manual_seed(args.seed)
@@ -661,7 +661,7 @@ def parse_args():
             args.check("resume", False, f"the directory of a run, with its config.json ({error})")
         args.check("resume", now == before, f"the script and the number of processes {before}, these are {now}")
         args = tyro.cli(Args, default=stored, **options)
-        free = ("total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name")
+        free = ("total_timesteps", "device", "buffer_device", "checkpoint_interval", "track", "wandb_project_name")
         for name, value in vars(stored).items():
             args.check(name, name in free or getattr(args, name) == value, f"{value}, as the run was started with")
         less = stored.total_timesteps

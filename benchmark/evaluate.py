@@ -8,7 +8,8 @@
 The mean over the episodes that end first, which is what a training logs, favours short episodes. Here every
 environment plays one episode to its end, however long that takes, and each counts once. The statistics are printed,
 and saved with every return and length as RUN_DIR/evaluation__<conditions>.json. `levels-0-200` in that name means
-levels 0 to 199.
+levels 0 to 199. In place of RUN_DIR a file WEIGHTS.pt will do, with nothing but {"agent": the network's state_dict,
+"global_step": environment steps, "config": what config.json has}; the result then lies beside it.
 """
 
 import contextlib
@@ -40,14 +41,14 @@ CODECS = {".mp4": ("libx264", "yuv420p"), ".gif": ("gif", "rgb8")}
 @dataclass
 class Args:
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """directory of the run, with its config.json and checkpoint.pt"""
+    """directory of the run, with its config.json and checkpoint.pt, or a file with weights and config"""
     episodes: int = 100
     """episodes to play, each in an environment of its own"""
     num_levels: int | None = None
     """number of distinct levels; 0 means all (None: as the run was trained)"""
     start_level: int | None = None
     """the first level (None: as the run was trained)"""
-    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
+    distribution_mode: Literal["easy", "hard"] | None = None
     """difficulty of the levels (None: as the run was trained)"""
     greedy: bool = False
     """take the most probable action; otherwise actions are sampled, as in training"""
@@ -74,8 +75,6 @@ class Levels:
     start_level: int
 
     def __str__(self):
-        if self.distribution_mode == "exploration":
-            return "the one level"
         if self.num_levels == 0:
             return "all levels"
         return f"levels {self.start_level} to {self.start_level + self.num_levels - 1}"
@@ -113,7 +112,8 @@ def check_writable(directory, flag):
 
 def check_outputs(args):
     """Refuse, before anything is played, what could not be saved."""
-    check_writable(args.run_dir, f"RUN_DIR {args.run_dir}")
+    run_path = Path(args.run_dir)
+    check_writable(run_path if run_path.is_dir() else run_path.parent, f"RUN_DIR {run_path}")
     if args.video is not None:
         path = Path(args.video)
         if path.suffix.lower() not in CODECS or path.is_dir():
@@ -121,37 +121,44 @@ def check_outputs(args):
         check_writable(path.parent, f"--video {args.video}")
 
 
-def read_config(run_path):
-    """What config.json says of the run, as a dictionary."""
+def read_run(path):
+    """What config.json says of the run, the network's state_dict, and the environment steps that trained it.
+
+    `path` is the run's directory, or a file with these three. Only tensors and plain containers are read: a file from a
+    stranger runs no code. It is mapped into memory, so the buffers of the training stay on the disk.
+    """
     try:
-        config = json.loads((run_path / "config.json").read_text())
-        config["script"], config["precision"], config["args"]["distribution_mode"]
+        config = None if path.is_file() else json.loads((path / "config.json").read_text())
+        weights = path if path.is_file() else path / "checkpoint.pt"
+        checkpoint = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
+        config = config or checkpoint["config"]
+        config["precision"], config["args"]["distribution_mode"]
         numbers = [config["args"][name] for name in ("seed", "num_levels", "start_level")]
         if config["args"]["env_id"] not in ENV_NAMES or not all(isinstance(number, int) for number in numbers):
-            raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
-        fail(f"RUN_DIR {run_path}: expected the directory of a run, with its config.json")
-    if not (run_path / "checkpoint.pt").is_file():
-        fail(f"RUN_DIR {run_path}: expected a run that has saved a checkpoint.pt")
-    return config
+            raise ValueError("config.json is not one of a training script")
+        if "global_step" in checkpoint:
+            return config, checkpoint["agent"], checkpoint["global_step"]
+        rows = checkpoint["tables"]["progress"]
+        return config, checkpoint["agent"], rows[-1]["global_step"] if rows else 0
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        fail(f"RUN_DIR {path}: expected a run, with config.json and checkpoint.pt, or its weights ({reason})")
 
 
-def choose_levels(args, run_args, games_with_mode):
+def script_path(args, config):
+    """The training script: --script, or the one beside benchmark/ that the run names. A run from a stranger picks no
+    file elsewhere."""
+    if args.script is not None:
+        return Path(args.script)
+    name = str(config.get("script"))
+    if Path(name).name != name or not (ROOT / name).is_file():
+        fail(f"RUN_DIR {args.run_dir}: expected --script too, the {name} that trained it: there is none in {ROOT}")
+    return ROOT / name
+
+
+def choose_levels(args, run_args):
     """The levels to play, as trained unless the flags say otherwise; with --gap, those of the training."""
-    env_id, mode = run_args["env_id"], args.distribution_mode or run_args["distribution_mode"]
-    games = games_with_mode.get(mode, (env_id,))
-    if env_id not in games:
-        fail(f"--distribution-mode {mode}: expected a mode that {env_id} has; this one has {', '.join(games)}")
-
-    if args.gap and mode == "exploration":
-        fail("--gap: expected a run with many levels; exploration mode is one fixed level, none is unseen")
-    if mode == "exploration":
-        for name in ("num_levels", "start_level"):
-            if getattr(args, name) is not None:
-                flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                fail(f"{flag}: expected no choice of levels; exploration mode is one fixed level")
-        return Levels(mode, 0, 0)
-
+    mode = args.distribution_mode or run_args["distribution_mode"]
     num_levels = run_args["num_levels"] if args.num_levels is None else args.num_levels
     start_level = run_args["start_level"] if args.start_level is None else args.start_level
     if num_levels == 0:
@@ -174,24 +181,17 @@ def unseen_levels(levels):
     return Levels(levels.distribution_mode, LAST_LEVEL - first + 1, first)
 
 
-def load_agent(run_path, config, script, device):
-    """The run's network as its checkpoint has it, and the environment steps that trained it."""
-    parameters = inspect.signature(script.Agent).parameters
+def load_agent(config, state_dict, script, device):
+    """The run's network. Its options are the arguments of the run that are parameters of `Agent` or of `Encoder`."""
+    classes = [script.Agent, *([script.Encoder] if hasattr(script, "Encoder") else [])]
+    parameters = {name for network in classes for name in inspect.signature(network).parameters}
     options = {name: value for name, value in config["args"].items() if name in parameters}
-    agent = script.Agent(15, bfloat16=config["precision"] == "bfloat16", **options)  # Procgen has 15 actions
     try:
-        # Only tensors and plain containers are read: a checkpoint from a stranger runs no code. Mapped into
-        # memory, the buffers of the training stay on the disk.
-        checkpoint = torch.load(run_path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-        state_dict, global_step = checkpoint["agent"], checkpoint["global_step"]
-    except Exception as error:
-        problem = str(error).split("\n")[0] or type(error).__name__
-        fail(f"RUN_DIR {run_path}: expected a checkpoint.pt that can be read ({problem})")
-    try:
+        agent = script.Agent(15, **options | {"bfloat16": config["precision"] == "bfloat16"})  # Procgen has 15 actions
         agent.load_state_dict(state_dict)
-    except RuntimeError:
-        fail(f"--script {script.__file__}: expected the script that trained {run_path}, its network has other layers")
-    return agent.to(device).eval(), global_step
+    except (RuntimeError, TypeError):
+        fail(f"--script {script.__file__}: expected the script that trained the run, its network has other layers")
+    return agent.to(device).eval()
 
 
 @torch.no_grad()
@@ -207,7 +207,6 @@ def play(agent, envs, greedy, seed):
         taken, uint8 [longest episode, num_envs], zero where the episode was over
     """
     device = next(agent.parameters()).device
-    options = {"value": False} if "value" in inspect.signature(agent.forward).parameters else {}
     generator = torch.Generator().manual_seed(seed)
 
     returns, lengths = np.zeros(envs.num_envs), np.zeros(envs.num_envs, dtype=np.int64)
@@ -217,7 +216,7 @@ def play(agent, envs, greedy, seed):
     with tqdm(total=envs.num_envs, unit="episode", leave=False, disable=None) as progress:
         while running.any():
             chunks = torch.from_numpy(observations[running]).split(256)
-            logits = torch.cat([agent(chunk.to(device), **options)[0].float().cpu() for chunk in chunks])
+            logits = torch.cat([agent(chunk.to(device))[0].float().cpu() for chunk in chunks])
             sampled = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
             # Procgen has to be given some action where the episode is over: the next one has begun there.
             actions = np.zeros(envs.num_envs, dtype=np.uint8)
@@ -358,16 +357,13 @@ def main(args):
     """Evaluate as `args` say; returns the path of the result."""
     check_args(args)
     run_path = Path(args.run_dir)
-    config = read_config(run_path)
+    config, state_dict, global_step = read_run(run_path)
     run_args = config["args"]
-    script_path = ROOT / config["script"] if args.script is None else Path(args.script)
-    if args.script is None and not script_path.is_file():
-        fail(f"RUN_DIR {run_path}: expected --script too, the {config['script']} that trained it: it is not in {ROOT}")
-    script = load_script(script_path, "--script", ("Agent", "ProcgenVecEnv", "GAMES_WITH_MODE"))
-    levels = choose_levels(args, run_args, script.GAMES_WITH_MODE)
+    script = load_script(script_path(args, config), "--script", ("Agent", "ProcgenVecEnv"))
+    levels = choose_levels(args, run_args)
     check_outputs(args)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    agent, global_step = load_agent(run_path, config, script, device)
+    agent = load_agent(config, state_dict, script, device)
     # The arithmetic of the training, where float32 is TF32 on a GPU.
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -409,12 +405,11 @@ def main(args):
     else:
         result |= {"evaluation": played}
 
-    conditions = [f"{global_step}-steps", levels.distribution_mode]
-    if levels.distribution_mode != "exploration":
-        end = levels.start_level + levels.num_levels
-        conditions.append(f"levels-{levels.start_level}-{end}" if levels.num_levels else "levels-all")
-    conditions += ["gap"] * args.gap + [f"{args.episodes}-episodes", sampling, f"seed-{args.seed}"]
-    path = run_path / f"{'__'.join(['evaluation', *conditions])}.json"
+    end = levels.start_level + levels.num_levels
+    played_on = f"levels-{levels.start_level}-{end}" if levels.num_levels else "levels-all"
+    conditions = ["evaluation", f"{global_step}-steps", levels.distribution_mode, played_on, *["gap"] * args.gap]
+    name = "__".join([*conditions, f"{args.episodes}-episodes", sampling, f"seed-{args.seed}"])
+    path = run_path / f"{name}.json" if run_path.is_dir() else run_path.with_name(f"{run_path.stem}__{name}.json")
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     print(f"saved {path}", flush=True)

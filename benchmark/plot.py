@@ -37,7 +37,7 @@ class Args:
     """directories that hold runs, at any depth"""
     curves: tuple[Path, ...] = ()
     """CSV files with curves from elsewhere: columns algo, env_id, seed, global_step, episodic_return"""
-    mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
+    mode: Literal["easy", "hard"] | None = None
     """distribution mode of those curves"""
     max_steps: int | None = None
     """leave out everything after this many environment steps"""
@@ -76,9 +76,8 @@ STYLES = [("#0072B2", "-"), ("#E69F00", "--"), ("#000000", ":"), ("#CC79A7", "-.
           ("#D55E00", (0, (1, 1))), ("#56B4E9", (0, (8, 2)))]
 # Arguments that say where, when or how fast a run ran, but not what it learned.
 BOOKKEEPING = ("env_id", "seed", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
-               "wandb_project_name", "wandb_entity", "total_timesteps", "microbatch_size", "compile")
+               "wandb_project_name", "wandb_entity", "total_timesteps", "microbatch_size", "compile", "buffer_device")
 # fmt: on
-NUM_GAMES = {"easy": 16, "hard": 16, "extreme": 4, "memory": 6, "exploration": 8}  # that have the mode
 WINDOW = 100  # episodes in the mean of progress.csv
 # Runs beyond one a game, from which on the bootstrap's 95 % intervals hold the true mean in about 94 % of simulated
 # cases or more. With 2 games and 3 seeds it is 91 %, with a single game and 3 seeds 76 %.
@@ -110,7 +109,7 @@ def read_runs(directories):
                 config = json.loads((path / "config.json").read_text())
                 if not {"env_id", "seed", "distribution_mode", "num_envs"} <= config["args"].keys():
                     raise ValueError("arguments are missing")
-                for name, accepted in (("env_id", SCORE_RANGES["easy"]), ("distribution_mode", NUM_GAMES)):
+                for name, accepted in (("env_id", SCORE_RANGES["easy"]), ("distribution_mode", SCORE_RANGES)):
                     if config["args"][name] not in accepted:
                         raise ValueError(f"{name} is {config['args'][name]}")
                 if not isinstance(config["args"]["seed"], int):
@@ -221,10 +220,10 @@ def student_interval(values):
 
     With one run the interval is NaN.
     """
-    mean, n = values.mean(axis=0), len(values)
-    if n < 2:
+    mean = values.mean(axis=0)
+    if len(values) < 2:
         return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
-    half = stats.t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return mean, mean - half, mean + half
 
 
@@ -419,15 +418,14 @@ def score_table(table, algos, games, mode, horizon, args, rng):
         mean, low, high = student_interval(returns.to_numpy())
         std = returns.std() if len(returns) > 1 else np.nan
         rows.append((algo, env_id, "episodic_return", mean, low, high, std, len(returns), None))
-        if mode in SCORE_RANGES:
-            normalized = normalize(returns, env_id, mode)
-            mean, low, high = student_interval(normalized.to_numpy())
-            rows.append((algo, env_id, "normalized_score", mean, low, high, normalized.std(), len(returns), None))
+        normalized = normalize(returns, env_id, mode)
+        mean, low, high = student_interval(normalized.to_numpy())
+        rows.append((algo, env_id, "normalized_score", mean, low, high, normalized.std(), len(returns), None))
         if algo != algos[0] and (algos[0], env_id) in finals.index.droplevel("seed"):
             interval = welch_interval(returns.to_numpy(), finals[algos[0], env_id].to_numpy())
             rows.append((algo, env_id, "difference_in_return", *interval, np.nan, len(returns), algos[0]))
 
-    if mode in SCORE_RANGES and games:
+    if games:
         scores = {
             algo: [normalize(finals[algo][env_id].to_numpy(), env_id, mode) for env_id in games] for algo in algos
         }
@@ -513,13 +511,13 @@ def markdown(scores, algos, games, mode, horizon, notes):
     return "\n".join(lines) + "\n"
 
 
-def missing(table, mode):
+def missing(table):
     """Notes on games and seeds that some algorithm lacks."""
     notes = []
     seeds = sorted(table.seed.unique())
     for algo, runs in table.groupby("algo", sort=False):
-        if (number := runs.env_id.nunique()) < NUM_GAMES[mode]:
-            notes.append(f"{algo}: {number} of {NUM_GAMES[mode]} games")
+        if (number := runs.env_id.nunique()) < 16:
+            notes.append(f"{algo}: {number} of 16 games")
         for env_id, of_game in runs.groupby("env_id"):
             absent = [str(seed) for seed in seeds if seed not in set(of_game.seed)]
             if absent:
@@ -576,10 +574,10 @@ def main(args):
         where = f"scores are taken at {horizon:,} steps, where the shortest run ends ({shortest})"
         notes.append(f"{where}; the longest has {ends.max():,}")
     algos, games, left_out = comparable(table)
-    notes += left_out + missing(table, mode)
+    notes += left_out + missing(table)
     extra = table[table.algo.isin(algos) & table.env_id.isin(games)].groupby("algo")[["env_id", "seed"]]
     extra = extra.apply(lambda runs: len(runs.drop_duplicates()) - runs.env_id.nunique())
-    if mode in SCORE_RANGES and any(0 < runs < MIN_EXTRA_RUNS for runs in extra.to_numpy().flat):
+    if any(0 < runs < MIN_EXTRA_RUNS for runs in extra.to_numpy().flat):
         notes.append("few games and seeds: the intervals over games are narrower than 95 % intervals should be")
 
     try:
@@ -589,12 +587,10 @@ def main(args):
     rng = np.random.default_rng(args.seed)
     looks = style(order)
     plot_games(table, looks, args)
-    if mode in SCORE_RANGES and games:
+    if games:
         plot_mean_score(table, algos, games, looks, mode, args, rng)
-    elif mode in SCORE_RANGES:
-        notes.append("no game that all algorithms have, so no scores over games")
     else:
-        notes.append(f"{mode}: no published score ranges, so no normalized scores")
+        notes.append("no game that all algorithms have, so no scores over games")
     scores = score_table(table, algos, games, mode, horizon, args, rng)
     scores.to_csv(args.out / "scores.csv", index=False, float_format="%.6g")
     report = markdown(scores, algos, games, mode, horizon, notes)

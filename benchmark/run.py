@@ -8,8 +8,6 @@ finished and resumes those that were interrupted. A run's directory is <out>/<sc
 goes to <seed>.log beside that. On a cluster, all nodes must see the scripts and --out under the same path.
 """
 
-import csv
-import fcntl
 import json
 import logging
 import math
@@ -26,8 +24,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
+import pandas as pd
 import tyro
+from filelock import FileLock, Timeout
 from procgen.env import ENV_NAMES
 from rich import box
 from rich.console import Console, Group
@@ -37,6 +38,10 @@ from rich.table import Table
 from common import fail, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
+# Arguments in which the runs of a script may differ: what run.py sets for each, and what a script lets a resumed run
+# change. total_timesteps may grow, see `plan`.
+FREE = {"env_id", "seed", "run_dir", "run_name", "resume"}
+FREE |= {"total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name"}
 
 
 @dataclass
@@ -111,8 +116,8 @@ def parse_args(words):
 def plan(args, script_args):
     """The runs of the grid, seed by seed, so that an unfinished grid has whole seeds.
 
-    Every run's arguments are parsed and checked by its script, and compared with those of all runs that the
-    output directory holds: two configurations of a script in one directory would look like seeds of one.
+    The arguments are parsed and checked by each script, and compared with those of all runs that the output
+    directory holds: two configurations of a script in one directory would look like seeds of one.
     """
     env_ids = ENV_NAMES if args.env_ids == ("all",) else args.env_ids
     for env_id in env_ids:
@@ -140,7 +145,7 @@ def plan(args, script_args):
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         fail(f"--out {args.out}: expected a directory that can be written to, and {nearest} is none")
     for script in map(Path, args.scripts):
-        module = load_script(script, "--scripts", ("Args", "check_args", "RESUME_MAY_CHANGE"))
+        module = load_script(script, "--scripts", ("Agent", "parse_args"))
         arguments = list(script_args)
         for kind in ("ppo", "ppg"):
             if kind in script.stem:
@@ -151,47 +156,85 @@ def plan(args, script_args):
         for word in arguments:
             if word.split("=")[0].replace("_", "-") in ("--env-id", "--seed", "--run-dir", "--run-name", "--resume"):
                 fail(f"{word}: run.py sets this flag itself; expected --env-ids, --seeds or --out")
+        with patch.object(sys, "argv", [script.name, *arguments]):
+            parsed = module.parse_args()  # the script refuses bad flags in its own words
+        if parsed.device == "cuda" and args.gpus_per_run == 0:
+            fail("--device cuda: expected --gpus-per-run beside it, without which the runs see no GPU")
 
         for env_id, seed in product(env_ids, args.seeds):
-            words = ["--env-id", env_id, "--seed", str(seed), *arguments]
-            parsed = tyro.cli(module.Args, args=words, prog=script.name)
-            module.check_args(parsed)
             path = out / script.stem / env_id / str(seed)
             runs[path] = Run(script.resolve(), env_id, seed, arguments, parsed.total_timesteps, path)
-
-        own = {"env_id", "seed", "run_dir", "run_name", *module.RESUME_MAY_CHANGE}
-        for config in sorted((out / script.stem).glob("*/*/config.json")):
-            try:
-                stored = dict(json.loads(config.read_text())["args"])
-            except (OSError, ValueError, KeyError, TypeError):
-                fail(f"--out {args.out}: expected runs there, and {config} is not the config.json of one")
-            for name, value in vars(parsed).items():
-                same = name in own or stored.get(name) == value
-                if name == "total_timesteps":  # a grid can grow, as a whole
-                    same = stored[name] == value or (stored[name] < value and config.parent in runs)
-                if not same:
-                    flag, existing = "--" + name.replace("_", "-"), stored.get(name)
-                    grow = ", more steps for all games and seeds of the grid" * (name == "total_timesteps")
-                    expected = f"expected that{grow}, or another --out"
-                    fail(f"{flag} {value}: {config.parent} was run with {existing}; {expected}")
+        check_stored(out / script.stem, json.loads(json.dumps(vars(parsed))), runs, args.out)
     return sorted(runs.values(), key=lambda run: (args.seeds.index(run.seed), env_ids.index(run.env_id)))
+
+
+def check_stored(directory, wanted, runs, out):
+    """Refuse the arguments `wanted` of a script where a run in its directory of the grid was run with others.
+
+    total_timesteps may be more than before, for all of a grid at once. What is left of runs that ended before their
+    first checkpoint does not count.
+    """
+    for config in sorted(directory.glob("*/*/config.json")):
+        if ".incomplete-" in config.parent.name:
+            continue
+        try:
+            stored = dict(json.loads(config.read_text())["args"])
+            steps = stored["total_timesteps"]
+            grows = steps < wanted["total_timesteps"] and config.parent in runs
+        except (OSError, ValueError, KeyError, TypeError):
+            fail(f"--out {out}: expected runs there, and {config} is not the config.json of one")
+        different = [name for name in wanted if name not in FREE and stored.get(name) != wanted[name]]
+        if different or not (steps == wanted["total_timesteps"] or grows):
+            name = (different or ["total_timesteps"])[0]
+            expected = "that" if different else "that, more steps for all games and seeds of the grid"
+            flag = f"--{name.replace('_', '-')} {wanted[name]}"
+            fail(f"{flag}: {config.parent} was run with {stored.get(name)}; expected {expected}, or another --out")
 
 
 def last_row(run):
     """The last row of the run's progress.csv, or nothing if there is none: the checkpoint holds the rows too."""
     try:
-        with open(run.path / "progress.csv", newline="") as file:
-            return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
-    except (OSError, IndexError, ValueError, TypeError):
+        return pd.read_csv(run.path / "progress.csv").iloc[-1].astype(float).to_dict()
+    except (OSError, IndexError, ValueError):
         return {}
 
 
 def is_finished(run):
-    """Whether the run has all its steps, and a checkpoint of its end unless checkpoints were cleared away."""
-    if int(last_row(run).get("global_step", 0)) < run.total_timesteps:
+    """Whether the run has all its steps, and a checkpoint of its end unless checkpoints were cleared away.
+
+    The last row alone does not say so: PPG may have an auxiliary phase left. Times of files do not either: copies
+    have others. A checkpoint in the middle of an auxiliary phase is the only one that holds π_old.
+    """
+    if last_row(run).get("global_step", 0) < run.total_timesteps:
         return False
-    progress, checkpoint = run.path / "progress.csv", run.path / "checkpoint.pt"
-    return not checkpoint.exists() or checkpoint.stat().st_mtime >= progress.stat().st_mtime
+    if not (run.path / "checkpoint.pt").exists():
+        return True
+    import torch  # not before: few calls come here, and it takes a second and memory in each of Ray's processes
+
+    try:  # mapped: a buffer stays on the disk
+        checkpoint = torch.load(run.path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+        steps = checkpoint["tables"]["progress"][-1]["global_step"]
+        buffer = checkpoint["processes"][0].get("buffer", {"rollouts": []})
+        return steps >= run.total_timesteps and not any("old_logits" in rollout for rollout in buffer["rollouts"])
+    except Exception:  # resuming reports what is wrong with it
+        return False
+
+
+def is_busy(run):
+    """Whether a process trains in the run's directory, whoever started it: the scripts hold a lock there."""
+    if not run.path.exists():
+        return False
+    try:
+        with FileLock(run.path / ".lock", timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def environment(args):
+    """Environment variables of the runs, beside those of this process: threads, and no GPU unless runs get some."""
+    variables = {"OMP_NUM_THREADS": str(max(1, int(args.cpus_per_run)))}
+    return variables | ({} if args.gpus_per_run else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def command(run):
@@ -211,47 +254,37 @@ def incomplete_path(run):
     return None
 
 
-def train(run, cpus):
-    """Train one run to its end, on the node and in the process where Ray calls this; yields its newest row, over
-    and over. Closing or interrupting the generator stops the run with a checkpoint.
+def train(run, variables):
+    """Train one run to its end, on the node and in the process where Ray calls this, with the environment `variables`;
+    yields its newest row, over and over. Closing or interrupting the generator stops the run with a checkpoint.
 
     Raises: RuntimeError if the script fails, with its exit code and the last line of its output.
     """
+    while is_busy(run):  # a script outlives its launcher where there is no setpriv, or was started by other means
+        yield last_row(run)
+        time.sleep(1)
+    if is_finished(run):
+        return
+    if incomplete := incomplete_path(run):
+        run.path.rename(incomplete)
+
+    words = command(run)
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with open(run.log, "a") as log:
-        # The lock passes to the script with its standard output, so it outlives this process if the script does:
-        # two processes never train in one directory.
-        while True:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(1)
-                yield last_row(run)
-        if is_finished(run):
-            return
-        if incomplete := incomplete_path(run):
-            run.path.rename(incomplete)
-
-        words = command(run)
-        print(
-            f"=== {datetime.now():%Y-%m-%d %H:%M:%S} {socket.gethostname()}: {shlex.join(words)}", file=log, flush=True
-        )
+        where = f"{datetime.now():%Y-%m-%d %H:%M:%S} {socket.gethostname()}"
+        print(f"=== {where}: {shlex.join(words)}", file=log, flush=True)
         if shutil.which("setpriv"):
             words = ["setpriv", "--pdeathsig", "KILL", *words]  # if this process is killed, so is the script
-        threads = str(max(1, int(cpus)))
         # In a session of its own the script does not hear the terminal's Ctrl-C: the launcher stops it, once.
-        process = subprocess.Popen(
-            words, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": threads}
-        )
-        try:
-            while process.poll() is None:
-                yield last_row(run)
-                time.sleep(1)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, env=os.environ | variables)
+    try:
+        while process.poll() is None:
+            yield last_row(run)
+            time.sleep(1)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
     if process.returncode != 0:
         last_line = run.log.read_text(errors="replace").strip().rpartition("\n")[2]
         raise RuntimeError(f"exit code {process.returncode}: {last_line}")
@@ -303,14 +336,15 @@ def main():
     runs = plan(args, script_args)
     for run in runs:
         run.row = last_row(run)
-        run.state = "done" if is_finished(run) else "waiting"
+        run.state = "running" if is_busy(run) else "done" if is_finished(run) else "waiting"
 
     if args.dry_run:
         for run in runs:
-            if run.state != "done":
+            if run.state == "waiting":
                 incomplete = incomplete_path(run)
                 aside = shlex.join(["mv", str(run.path), str(incomplete)]) + " && " if incomplete else ""
-                print(f"{aside}OMP_NUM_THREADS={max(1, int(args.cpus_per_run))} {shlex.join(command(run))}")
+                variables = " ".join(f"{name}={value}" for name, value in environment(args).items())
+                print(f"{aside}{variables} {shlex.join(command(run))}")
         print(summary(runs), file=sys.stderr)
         return
     if all(run.state == "done" for run in runs):
@@ -346,7 +380,7 @@ def main():
         signal.signal(signum, lambda signum, frame: stop_signals.append(signum))
 
     console, note = Console(), None
-    generators = {remote_train.remote(run, args.cpus_per_run): run for run in runs if run.state != "done"}
+    generators = {remote_train.remote(run, environment(args)): run for run in runs if run.state != "done"}
     with Live(console=console, auto_refresh=False) if console.is_terminal else open(os.devnull) as live:
         next_line = 0.0
         while generators and len(stop_signals) < 2:
@@ -369,7 +403,7 @@ def main():
                 if run.state != "running":
                     del generators[generator]
                     if run.state == "waiting" and not stopping:
-                        generators[remote_train.remote(run, args.cpus_per_run)] = run
+                        generators[remote_train.remote(run, environment(args))] = run
 
             if stop_signals and not stopping:
                 stopping, note = True, "stopping, each run with a checkpoint; once more: at once"

@@ -41,19 +41,20 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
+from procgen.env import ENV_NAMES
 from tqdm import tqdm
 
 from common import fail, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("Args", "Agent", "ProcgenVecEnv", "PlainProgress", "has_bfloat16", "main")
+NEEDED = ("Args", "Agent", "Encoder", "ProcgenVecEnv", "Run", "start_process", "main")
 
 
 @dataclass
 class Args:
     scripts: tuple[str, ...] = (str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py"))
     """training scripts to measure"""
-    env_id: str = "starpilot"
+    env_id: Literal[tuple(ENV_NAMES)] = "starpilot"
     """the Procgen game"""
     num_envs: int = 64
     """environments that step side by side"""
@@ -67,46 +68,48 @@ class Args:
     """samples per pass to try for the network alone (none named: 32 to 256 on a CPU, 256 to 2048 on a GPU)"""
     microbatch_size: int | None = None
     """samples per pass of the scripts (None: their default)"""
-    device: str = "auto"
-    """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU when there is one"""
     out: str = "throughput"
     """the table's files, without their endings"""
 
 
-class PhaseClock(tqdm):
-    """A progress line that shows nothing and adds up the time between the descriptions that the script gives it."""
+class PhaseClock:
+    """Adds up the time in each part of the training, from where a script's `Run` shows it to the next part or to the
+    point where a checkpoint may be due. The first phase warms up and does not count."""
 
-    seconds = Counter()  # by part: rollout, update, auxiliary
-    started = None  # the part under way, and since when
-    rollouts = 0  # begun so far
+    def __init__(self):
+        self.seconds = Counter()  # by part: rollout, update, auxiliary
+        self.rollouts = 0  # begun so far
+        self.started = None  # the part under way, and since when
 
-    @classmethod
-    def reset(cls):
-        cls.seconds, cls.started, cls.rollouts = Counter(), None, 0
-
-    def set_description_str(self, desc=None, refresh=True):
-        part = next(part for part in ("rollout", "update", "auxiliary") if part in desc)
+    def start(self, description):
+        part = next(part for part in ("rollout", "update", "auxiliary") if part in description)
         self.stop()
-        PhaseClock.rollouts += part == "rollout"
-        if PhaseClock.rollouts == 1:  # warms up
-            return
-        PhaseClock.started = part, time.perf_counter()
+        self.rollouts += part == "rollout"
+        if self.rollouts > 1:
+            self.started = part, time.perf_counter()
 
-    @classmethod
-    def stop(cls):
-        if cls.started:
-            part, since = cls.started
-            cls.seconds[part] += time.perf_counter() - since
-            cls.started = None
+    def stop(self):
+        if self.started:
+            part, since = self.started
+            self.seconds[part] += time.perf_counter() - since
+            self.started = None
 
-    def set_postfix_str(self, s="", refresh=True):
-        self.stop()  # the iteration is over; its checkpoint is due to the end of this short run
+    def timed(self, run_class):
+        """A script's `Run` with this clock."""
+        clock = self
 
-    def close(self):
-        self.stop()
+        class TimedRun(run_class):
+            def show(self, phase):
+                clock.start(phase)
+                super().show(phase)
 
-    def display(self, msg=None, pos=None):
-        pass
+            def checkpoint(self, *args, **kwargs):
+                clock.stop()
+                return super().checkpoint(*args, **kwargs)
+
+        return TimedRun
 
 
 def rate(compute, samples, device, seconds=2.0):
@@ -137,10 +140,8 @@ def network_rates(script, args, precision, compiled, device, microbatch_sizes):
     """Samples per second of the script's network alone: (inference, training, the fastest microbatch)."""
     torch.compiler.reset()  # what the script compiled counts toward a limit
     agent = script.Agent(15, bfloat16=precision == "bfloat16").to(device)
-    act = agent
-    if compiled:
-        act = torch.compile(agent.forward, mode="reduce-overhead", dynamic=False)
-        agent.compile(dynamic=False)
+    if compiled:  # as the scripts do
+        agent.apply(lambda module: isinstance(module, script.Encoder) and module.compile(dynamic=False))
 
     def observations(number):
         return torch.randint(0, 256, (number, 64, 64, 3), dtype=torch.uint8, device=device)
@@ -151,7 +152,7 @@ def network_rates(script, args, precision, compiled, device, microbatch_sizes):
 
     to_play = observations(args.num_envs)
     with torch.no_grad():
-        inference = rate(lambda: act(to_play), args.num_envs, device)
+        inference = rate(lambda: agent(to_play), args.num_envs, device)
     training = {}
     for size in microbatch_sizes:
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -182,27 +183,26 @@ def shortened(default, args):
 def measure(args, path, precision, compiled):
     """One line of the table: train with the script, then run its network alone. Runs in a process of its own."""
     script = load_script(Path(path), "--scripts", NEEDED)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    microbatch_sizes = args.microbatch_sizes or ((32, 64, 128, 256) if device.type == "cpu" else (256, 512, 1024, 2048))
-
-    script.tqdm = script.PlainProgress = PhaseClock
-    PhaseClock.reset()
-    default = script.Args()
+    default, clock = script.Args(), PhaseClock()
+    script.Run = clock.timed(script.Run)
     train_args = dataclasses.replace(shortened(default, args), precision=precision, compile=compiled)
+    device, _ = script.start_process(train_args, num_rollouts=2)
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         script.main(dataclasses.replace(train_args, run_dir=directory))
     rollout = args.num_envs * args.num_steps
-    seconds = {part: PhaseClock.seconds[part] / rollout for part in ("rollout", "update", "auxiliary")}
+    seconds = {part: clock.seconds[part] / rollout for part in ("rollout", "update", "auxiliary")}
 
-    # In place of the observations that this run held, those of full rollouts and a full buffer.
+    # In place of the observations that this run held, those of full rollouts and a full buffer. There are two rollouts
+    # at least: the one that is played, and the one before it.
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
     is_ppg = hasattr(default, "n_pi")
-    held, full = (1 + is_ppg) * rollout, (1 + (default.n_pi if is_ppg else 0)) * args.num_envs * default.num_steps
-    peak += (full - held) * 64 * 64 * 3
+    rollouts = default.n_pi if is_ppg else 2
+    peak += (rollouts * args.num_envs * default.num_steps - 2 * rollout) * 64 * 64 * 3
 
+    microbatch_sizes = args.microbatch_sizes or ((32, 64, 128, 256) if device.type == "cpu" else (256, 512, 1024, 2048))
     inference, training, best = network_rates(script, args, precision, compiled, device, microbatch_sizes)
     passes = default.e_pi + default.e_aux if is_ppg else default.update_epochs
     limit = 1 / inference + passes / training
@@ -285,11 +285,12 @@ def main(args):
     scripts = [load_script(Path(path), "--scripts", NEEDED) for path in args.scripts]
     if not scripts:
         fail("--scripts: expected at least one training script, and none is named")
-    options = dict(env_id=args.env_id, device=args.device, num_envs=args.num_envs, microbatch_size=args.microbatch_size)
-    scripts[0].check_args(scripts[0].Args(**options))
-
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    precisions = args.precisions or ("float32", *["bfloat16"] * scripts[0].has_bfloat16(device))
+    try:
+        short = shortened(scripts[0].Args(), args)
+    except ValueError as error:
+        fail(error)
+    device, bfloat16 = scripts[0].start_process(short, num_rollouts=2)
+    precisions = args.precisions or ("float32", *["bfloat16"] * bfloat16)
     compiled = {"off": (False,), "on": (True,), "both": (False, True)}[args.compile]
     configurations = list(itertools.product(args.scripts, precisions, compiled))
 

@@ -21,6 +21,7 @@ import ppg_procgen
 import ppo_procgen
 
 SIZES = dict(num_envs=2, num_steps=8, num_minibatches=2, total_timesteps=16, device="cpu", precision="float32")
+SIZES |= dict(channels=(4, 8, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -145,21 +146,39 @@ def test_sampled_actions_come_as_often_as_the_policy_says_and_greedy_ones_are_th
 
 @pytest.mark.parametrize("name, script", [("ppo", ppo_procgen), ("ppg", ppg_procgen)])
 def test_the_network_that_plays_is_the_one_that_trained(runs, name, script):
-    config = evaluate.read_config(runs / name)
+    config, state_dict, global_step = evaluate.read_run(runs / name)
     loaded = evaluate.load_script(evaluate.ROOT / config["script"], "--script", ("Agent",))
-    agent, global_step = evaluate.load_agent(runs / name, config, loaded, torch.device("cpu"))
+    agent = evaluate.load_agent(config, state_dict, loaded, torch.device("cpu"))
     checkpoint = torch.load(runs / name / "checkpoint.pt", weights_only=True)
-    trained = script.Agent(15, *(["detach"] if name == "ppg" else []))
+    trained = script.Agent(15, *(["detach"] if name == "ppg" else []), channels=(4, 8, 8))
     trained.load_state_dict(checkpoint["agent"])
     observations = torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8)
     with torch.no_grad():
         assert all(map(torch.equal, agent(observations), trained(observations)))
-    assert global_step == checkpoint["global_step"] == 16 and not agent.encoder.bfloat16
+    assert global_step == checkpoint["tables"]["progress"][-1]["global_step"] == 16 and not agent.encoder.bfloat16
     assert getattr(agent, "arch", None) == ("detach" if name == "ppg" else None)
 
-    agent, _ = evaluate.load_agent(runs / name, config | {"precision": "bfloat16"}, loaded, torch.device("cpu"))
-    assert agent.encoder.bfloat16
+    config["precision"] = "bfloat16"
+    assert evaluate.load_agent(config, state_dict, loaded, torch.device("cpu")).encoder.bfloat16
     assert sys.modules[script.__name__] is script, "the import leaves others' modules alone"
+
+
+def test_a_checkpoint_from_before_the_first_iteration_has_no_steps(ppo):
+    checkpoint = torch.load(ppo / "checkpoint.pt", weights_only=True)
+    checkpoint["tables"]["progress"] = []
+    torch.save(checkpoint, ppo / "checkpoint.pt")
+    assert evaluate.read_run(ppo)[2] == 0
+
+
+def test_a_file_of_weights_plays_as_the_run_it_is_from(ppg, tmp_path):
+    saved = result(ppg, "--episodes", 3)
+    config, state_dict, global_step = evaluate.read_run(ppg)
+    weights = tmp_path / "small.pt"
+    torch.save({"agent": state_dict, "global_step": global_step, "config": config}, weights)
+    assert result(weights, "--episodes", 3) == saved
+    assert [path.name for path in tmp_path.glob("*.json")] == [
+        "small__evaluation__16-steps__easy__levels-5-8__3-episodes__sampled__seed-0.json"
+    ]
 
 
 # What is saved
@@ -394,7 +413,6 @@ def refused(capsys, tmp_path, *words):
         ("--seed 2147483648", "--seed 2147483648: ", "0 to 2147483647"),
         ("--num-levels 0 --start-level 9", "--start-level 9: ", "--num-levels"),
         ("--num-levels 2 --start-level 2147483646", "--start-level 2147483646 --num-levels 2: ", "2147483646"),
-        ("--distribution-mode memory", "--distribution-mode memory: ", "caveflyer, dodgeball, heist"),
         ("--gap --num-levels 4", "--num-levels 4: ", "--gap"),
         ("--gap --start-level 0", "--start-level 0: ", "--gap"),
         ("--gap --distribution-mode hard", "--distribution-mode hard: ", "--gap"),
@@ -420,13 +438,10 @@ def test_a_gap_needs_levels_that_were_not_trained_on(capsys, ppo, ppg, tmp_path)
     assert "--gap: " in (complaint := refused(capsys, tmp_path, ppo, "--gap")) and "all levels" in complaint
     change_args(ppg, start_level=8, num_levels=2**31 - 9)
     assert "beyond" in refused(capsys, tmp_path, ppg, "--gap")
-    change_args(ppo, env_id="coinrun", distribution_mode="exploration")
-    assert "exploration" in refused(capsys, tmp_path, ppo, "--gap")
-    assert "exploration" in refused(capsys, tmp_path, ppo, "--num-levels", 3)
 
 
 @pytest.mark.parametrize(
-    "problem", ["missing", "no config", "no json", "no checkpoint", "truncated", "foreign", "script"]
+    "problem", ["missing", "no config", "no json", "no checkpoint", "truncated", "foreign", "no tables", "weights"]
 )
 def test_a_directory_that_is_no_run_is_refused_in_one_line(capsys, ppo, tmp_path, problem):
     config, checkpoint = ppo / "config.json", ppo / "checkpoint.pt"
@@ -442,10 +457,21 @@ def test_a_directory_that_is_no_run_is_refused_in_one_line(capsys, ppo, tmp_path
         checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     elif problem == "foreign":
         torch.save({"weights": torch.zeros(1)}, checkpoint)
+    elif problem == "no tables":
+        torch.save({"agent": {}}, checkpoint)
     else:
-        config.write_text(config.read_text().replace("ppo_procgen.py", "lost.py"))
-    complaint = refused(capsys, tmp_path, ppo)
-    assert ("--script" if problem == "script" else f"RUN_DIR {ppo}: ") in complaint
+        ppo = checkpoint  # a file of weights would have a config
+    assert f"RUN_DIR {ppo}: " in refused(capsys, tmp_path, ppo)
+
+
+@pytest.mark.parametrize("name", ["lost.py", "{elsewhere}/ppo_procgen.py", "../{here}/ppo_procgen.py", "..", ""])
+def test_a_run_names_no_script_but_one_beside_benchmark(capsys, ppo, tmp_path, name):
+    shutil.copy(ppo_procgen.__file__, tmp_path)
+    config = json.loads((ppo / "config.json").read_text())
+    config["script"] = name.format(elsewhere=tmp_path, here=evaluate.ROOT.name)
+    (ppo / "config.json").write_text(json.dumps(config))
+    assert "expected --script too" in refused(capsys, tmp_path, ppo)
+    assert result(ppo, "--script", tmp_path / "ppo_procgen.py", "--episodes", 1)["script"] == config["script"]
 
 
 def test_what_could_not_be_saved_is_not_played(monkeypatch, capsys, ppo, tmp_path):

@@ -17,24 +17,40 @@ from types import SimpleNamespace
 import pandas as pd
 import psutil
 import pytest
+import torch
+from filelock import FileLock
 from procgen.env import ENV_NAMES
 from ray.cluster_utils import Cluster
 
 import ppg_procgen
+import ppo_procgen
 import run
 
 ROOT = Path(run.__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "benchmark" / "run.py")]
 SCRIPTS = ["--scripts", str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py")]
-GRID = [*SCRIPTS, "--env-ids", "starpilot", "fruitbot", "--seeds", "1", "2"]
+GRID = [*SCRIPTS, "--seeds", "1", "2"]
 PPG_ARGS = ["--ppg-args", "--n-pi 3 --e-aux 1 --aux-minibatch-segments 2"]
 TINY = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--device", "cpu"]
 TINY += ["--checkpoint-interval", "1"]
 TOTAL = 12 * 2 * 16
 
 
-def launch(words, cwd):
-    return subprocess.run([*RUN, *words], cwd=cwd, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """run.py in this process, in an empty directory: standard output, standard error, and the exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["run.py", *words])
+        code = 0
+        try:
+            run.main()
+        except SystemExit as stop:
+            code = stop.code
+        return *capsys.readouterr(), code
+
+    return call
 
 
 def training_in(out):
@@ -75,7 +91,7 @@ def without_time(path):
     return pd.read_csv(path / "progress.csv").drop(columns="SPS")
 
 
-def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path):
+def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path, call, monkeypatch):
     out = tmp_path / "grid"
     words = [*GRID, *PPG_ARGS, "--out", str(out)]
     script_words = ["--", *TINY, "--total-timesteps", str(TOTAL)]
@@ -94,7 +110,7 @@ def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path):
 
     # The overview lags behind the scripts: interrupt once it has shown them, too.
     summary = re.compile(r"\d done, 2 running, \d waiting, 0 failed, 0:\d\d:\d\d left")
-    row = re.compile(r"pp[og]_procgen +(starpilot|fruitbot) +[12] +running +\d+ +384 +\d+ +(nan|-?\d+\.\d\d)")
+    row = re.compile(r"pp[og]_procgen +starpilot +[12] +running +\d+ +384 +\d+ +(nan|-?\d+\.\d\d)")
     interrupted = wait_until(
         lambda: summary.search(text := overview()) and row.search(text) and training_with_checkpoints(out, 2)
     )
@@ -129,30 +145,24 @@ def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path):
 
     assert launcher.wait(300) == 0, (tmp_path / "cluster.log").read_text()
     cluster.shutdown()
-    assert "8 done, 0 running, 0 waiting, 0 failed" in (tmp_path / "cluster.log").read_text()
+    assert "4 done, 0 running, 0 waiting, 0 failed" in (tmp_path / "cluster.log").read_text()
     assert without_time(lost).global_step.iloc[-1] == TOTAL > steps_of_lost
     for path in (killed, lost):
         assert path.with_name(f"{path.name}.log").read_text().count("--resume") >= 1
 
     # Once more: there is nothing left to do.
     logs = {path: path.read_text() for path in out.rglob("*.log")}
-    assert len(logs) == 8
-    again = launch([*words, *script_words], tmp_path)
-    assert (again.returncode, again.stdout) == (0, "8 done, 0 running, 0 waiting, 0 failed\n"), again.stderr
+    assert len(logs) == 4
+    assert call(*words, *script_words) == ("4 done, 0 running, 0 waiting, 0 failed\n", "", 0)
     assert {path: path.read_text() for path in out.rglob("*.log")} == logs
 
     # What was interrupted has the rows of a run that never was.
     for path in {*list(interrupted)[:1], killed, lost}:
-        script, env_id, seed = path.parts[-3:]
-        command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", env_id, "--seed", seed, *TINY]
-        command += ["--total-timesteps", str(TOTAL), "--run-dir", "alone", "--run-name", f"{script}-{env_id}-{seed}"]
-        command += shlex.split(PPG_ARGS[1]) if script == "ppg_procgen" else []
-        subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=True
-        )
-        pd.testing.assert_frame_equal(
-            without_time(path), without_time(tmp_path / "alone" / f"{script}-{env_id}-{seed}")
-        )
+        script = {"ppo_procgen": ppo_procgen, "ppg_procgen": ppg_procgen}[path.parts[-3]]
+        arguments = ["--seed", path.name, *script_words[1:], "--run-name", path.parts[-3]]
+        arguments += shlex.split(PPG_ARGS[1]) if script is ppg_procgen else []
+        monkeypatch.setattr(sys, "argv", [script.__file__, *arguments, f"--run-dir=alone/{path.name}"])
+        pd.testing.assert_frame_equal(without_time(path), without_time(script.main(script.parse_args())))
 
 
 def test_a_run_that_keeps_failing_is_reported_and_the_others_go_on(tmp_path):
@@ -162,7 +172,7 @@ def test_a_run_that_keeps_failing_is_reported_and_the_others_go_on(tmp_path):
     broken.mkdir(parents=True)
     (broken / "checkpoint.pt").write_text("no checkpoint")
 
-    result = launch(words, tmp_path)
+    result = subprocess.run([*RUN, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     assert result.returncode == 1
     assert "1 done, 0 running, 0 waiting, 1 failed" in result.stdout
@@ -173,12 +183,23 @@ def test_a_run_that_keeps_failing_is_reported_and_the_others_go_on(tmp_path):
     assert len(pd.read_csv(tmp_path / "out" / "ppo_procgen" / "coinrun" / "2" / "progress.csv")) == 1
 
 
-def test_dry_run_prints_the_96_commands_of_the_full_grid_and_writes_nothing(tmp_path):
-    words = [*SCRIPTS, "--env-ids", "all", "--seeds", "1", "2", "3", "--ppg-args", "--n-pi 8", "--dry-run"]
-    result = launch([*words, "--", "--total-timesteps", "1_000_000"], tmp_path)
+@pytest.mark.parametrize("gpus, visible", [(0, ""), (0.5, "3")])
+def test_runs_see_no_gpu_unless_they_are_given_some(gpus, visible, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray sets it for a run with a share of a GPU
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])\n")
+    one = run.Run(script, "coinrun", 1, [], 32, tmp_path / "runs" / "1")
+    list(run.train(one, run.environment(run.Args(cpus_per_run=2.5, gpus_per_run=gpus))))
+    assert one.log.read_text().splitlines()[-1] == f"{visible} 2"
 
-    assert result.returncode == 0
-    lines = result.stdout.splitlines()
+
+def test_dry_run_prints_the_96_commands_of_the_full_grid_and_writes_nothing(tmp_path, call):
+    words = [*SCRIPTS, "--env-ids", "all", "--seeds", "1", "2", "3", "--ppg-args", "--n-pi 8", "--dry-run"]
+    out, _, code = call(*words, "--", "--total-timesteps", "1_000_000")
+
+    assert code == 0
+    lines = out.splitlines()
+    assert all(line.startswith("OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= ") for line in lines)
     assert len(lines) == len(set(lines)) == 16 * 3 * 2
     assert [("--n-pi 8" in line) for line in lines] == [("ppg_procgen.py" in line) for line in lines]
     for env_id in ENV_NAMES:
@@ -188,15 +209,12 @@ def test_dry_run_prints_the_96_commands_of_the_full_grid_and_writes_nothing(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_line_of_dry_run_is_a_command_that_starts_or_resumes_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_line_of_dry_run_is_a_command_that_starts_or_resumes_the_run(tmp_path, call):
     words = ["--scripts", str(ROOT / "ppo_procgen.py"), "--env-ids", "coinrun", "--seeds", "7", "--dry-run"]
     run_path = tmp_path / "runs" / "benchmark" / "ppo_procgen" / "coinrun" / "7"
     steps = []
     for total in ("32", "64", "64"):
-        monkeypatch.setattr(sys, "argv", ["run.py", *words, "--", *TINY, "--total-timesteps", total])
-        run.main()
-        line = capsys.readouterr().out
+        line, _, _ = call(*words, "--", *TINY, "--total-timesteps", total)
         subprocess.run(line, shell=True, check=True, capture_output=True)
         steps.append(list(without_time(run_path).global_step))
         # What a kill before the first checkpoint leaves is put aside, not overwritten.
@@ -208,6 +226,16 @@ def test_a_line_of_dry_run_is_a_command_that_starts_or_resumes_the_run(tmp_path,
     assert steps == [[32], [32, 64], [32, 64]]
     (aside,) = run_path.parent.glob("7.incomplete-*")
     assert list(without_time(aside).global_step) == [32]
+
+    # What was put aside does not hold up a grid that grows.
+    assert "--resume" in call(*words, "--", *TINY, "--total-timesteps", "96")[0]
+
+
+def test_a_run_under_way_elsewhere_is_left_alone(existing_run, call):
+    words = ["--scripts", str(ROOT / "ppg_procgen.py"), "--seeds", "1", "--dry-run", "--", *SAME]
+    with FileLock(existing_run / ".lock"):
+        assert call(*words)[:2] == ("", "0 done, 1 running, 0 waiting, 0 failed\n")
+    assert call(*words)[0].startswith("mv ")
 
 
 @pytest.fixture
@@ -245,94 +273,83 @@ SAME = ["--total-timesteps", "1_000_000"]
         (["--ppg-args", "--n-pi '8"], SAME, "--ppg-args --n-pi '8: expected words, quoted as in a shell"),
         (["--scripts", "bad.py"], SAME, "--scripts bad.py: expected a training script that can be imported (Name"),
         (["--out", "bad.py"], SAME, "--out bad.py: expected a directory that can be written to"),
+        ([], [*SAME, "--device", "cuda"], "--device cuda: expected a GPU"),
         (["--gamma", "0.9"], SAME, "--gamma 0.9: expected flags of run.py; those of the scripts come after --"),
         ([], [*SAME, "--seed", "3"], "--seed: run.py sets this flag itself"),
         ([], [*SAME, "--run_dir=x"], "--run_dir=x: run.py sets this flag itself"),
-        ([], [*SAME, "--num-envs", "63"], "--num-envs 63: expected a multiple of --num-minibatches 8"),
+        ([], [*SAME, "--num-minibatches", "7"], "--num-minibatches 7: expected a divisor of 16384"),
+        ([], [*SAME, "--channels", "8", "16", "16"], "--channels [8, 16, 16]: {run} was run with [16, 32, 32]; exp"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag_before_anything_is_written(
-    own, of_scripts, message, existing_run, tmp_path, monkeypatch, capsys
+    own, of_scripts, message, existing_run, tmp_path, call
 ):
     (tmp_path / "bad.py").write_text("nonsense\n")
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(tmp_path)
     words = [*own, "--dry-run", "--", *of_scripts]
     if "--scripts" not in own:
         words = ["--scripts", str(ROOT / "ppg_procgen.py"), *words]
-    monkeypatch.setattr(sys, "argv", ["run.py", *words])
-
-    with pytest.raises(SystemExit) as stop:
-        run.main()
-
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
+    _, error, code = call(*words)
+    assert code == 2
     assert error.count("\n") == 1 and message.format(run=existing_run) in error
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"args": 3}'])
-def test_a_damaged_config_in_the_directory_of_the_grid_is_named(content, existing_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_damaged_config_in_the_directory_of_the_grid_is_named(content, existing_run, call):
     (existing_run / "config.json").write_text(content)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--dry-run", "--", *SAME])
-    with pytest.raises(SystemExit):
-        run.main()
-    assert f"{existing_run}/config.json is not the config.json of one" in capsys.readouterr().err
+    assert f"{existing_run}/config.json is not the config.json of one" in call("--dry-run", "--", *SAME)[1]
 
 
-@pytest.mark.parametrize("rows", ["", "64,abc\n", "64\n", "64,9,1\n"])
+@pytest.mark.parametrize("rows", ["", "64,abc\n", "64,9\n64,9,1\n"])
 def test_a_damaged_progress_csv_means_that_the_checkpoint_decides(rows, tmp_path):
     (tmp_path / "progress.csv").write_text(f"global_step,SPS\n{rows}")
     assert run.last_row(SimpleNamespace(path=tmp_path)) == {}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "nowhere.invalid:6379"])
-def test_a_cluster_that_does_not_answer_is_refused_at_once(address, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    script = str(ROOT / "ppg_procgen.py")
-    monkeypatch.setattr(sys, "argv", ["run.py", "--scripts", script, "--address", address, "--", *SAME])
-    with pytest.raises(SystemExit) as stop:
-        run.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1
+def test_a_cluster_that_does_not_answer_is_refused_at_once(address, tmp_path, call):
+    _, error, code = call("--scripts", str(ROOT / "ppg_procgen.py"), "--address", address, "--", *SAME)
+    assert code == 2 and error.count("\n") == 1
     assert f"--address {address}: expected the host:port of a Ray cluster" in error
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("seeds, total", [(["1"], "1_000_000"), (["1", "2"], "2_000_000"), (["2"], "1_000_000")])
-def test_a_grid_may_grow_by_seeds_and_as_a_whole_by_steps(seeds, total, existing_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "--scripts",
-        str(ROOT / "ppg_procgen.py"),
-        "--seeds",
-        *seeds,
-        "--dry-run",
-        "--",
-        "--total-timesteps",
-        total,
-    ]
-    monkeypatch.setattr(sys, "argv", ["run.py", *words])
-    run.main()
-    assert len(capsys.readouterr().out.splitlines()) == len(seeds)
+def test_a_grid_may_grow_by_seeds_and_as_a_whole_by_steps(seeds, total, existing_run, call):
+    words = ["--scripts", str(ROOT / "ppg_procgen.py"), "--seeds", *seeds, "--dry-run", "--", "--total-timesteps"]
+    assert len(call(*words, total)[0].splitlines()) == len(seeds)
 
 
-def test_a_run_is_finished_when_its_last_row_and_its_last_checkpoint_are_of_the_end(tmp_path):
-    unfinished = SimpleNamespace(path=tmp_path, total_timesteps=100)
+def test_a_run_is_finished_when_its_last_row_and_its_checkpoint_are_of_the_end(tmp_path):
+    path = tmp_path
+    unfinished = SimpleNamespace(path=path, total_timesteps=100)
     assert not run.is_finished(unfinished)
-
-    progress, checkpoint = tmp_path / "progress.csv", tmp_path / "checkpoint.pt"
+    progress = path / "progress.csv"
     progress.write_text("global_step,SPS\n64,9\n")
     assert not run.is_finished(unfinished)
     progress.write_text("global_step,SPS\n64,9\n128,9\n")
     assert run.is_finished(unfinished)
 
-    checkpoint.write_text("of the end")
-    os.utime(progress, (10, 10))
-    assert run.is_finished(unfinished)
-    # The last checkpoint could not be written: the one before it is older than the last row.
-    os.utime(checkpoint, (5, 5))
+    def save(steps, **own):
+        rows = [{"global_step": step} for step in range(64, steps + 1, 64)]
+        torch.save({"tables": {"progress": rows, "auxiliary": []}, "processes": [own]}, path / "checkpoint.pt")
+
+    observations = torch.zeros(2, dtype=torch.uint8)
+    cut_short = {"rollouts": [{"obs": observations}], "aux_epochs": 0}
+    auxiliary_phase = {"rollouts": [{"obs": observations, "old_logits": torch.zeros(2)}], "aux_epochs": 1}
+    for finished, steps, own in (
+        (False, 64, {}),  # the last checkpoint was lost
+        (True, 128, {}),
+        (True, 128, {"buffer": cut_short}),
+        (False, 128, {"buffer": auxiliary_phase}),
+    ):
+        save(steps, **own)
+        for newer in (progress, path / "checkpoint.pt"):  # a copy may have other times
+            os.utime(newer, (2e9, 2e9))
+            assert run.is_finished(unfinished) == finished
+            os.utime(newer, (1e9, 1e9))
+    (path / "checkpoint.pt").write_text("no checkpoint")
     assert not run.is_finished(unfinished)
 
 

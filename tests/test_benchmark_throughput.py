@@ -30,25 +30,30 @@ def parse(words):
 
 
 def test_time_goes_to_the_part_under_way_and_the_first_phase_does_not_count(monkeypatch):
-    times = iter([10, 13, 13, 20, 20, 21, 21, 26])
+    """Nor does the time from where a checkpoint may be due to the next part."""
+    times = iter([10, 13, 13, 20, 20, 21, 25, 30])
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
-    throughput.PhaseClock.reset()
-    clock = throughput.PhaseClock(disable=True)
 
-    for part in ("policy phase 1/1, rollout", "policy phase 1/1, update", "auxiliary phase, π_old"):
-        clock.set_description_str(part)
-    assert not throughput.PhaseClock.seconds
+    class Run:
+        def show(self, phase):
+            shown.append(phase)
 
-    for part in (
-        "policy phase 1/1, rollout",
-        "policy phase 1/1, update",
-        "auxiliary phase, π_old",
-        "auxiliary phase 1/6",
-    ):
-        clock.set_description_str(part)
-    clock.set_postfix_str("return 1.00")  # the iteration is over; the time until the end is a checkpoint's
-    clock.close()
-    assert throughput.PhaseClock.seconds == {"rollout": 3, "update": 7, "auxiliary": 1 + 5}
+        def checkpoint(self, interval=None, finished=False):
+            return interval, finished
+
+    clock, shown = throughput.PhaseClock(), []
+    run = clock.timed(Run)()
+    parts = ["policy phase 1/1, rollout", "policy phase 1/1, update", "auxiliary phase, π_old", "auxiliary phase 1/6"]
+    for part in parts:
+        run.show(part)
+    assert not clock.seconds and shown == parts
+
+    for part in parts[:3]:
+        run.show(part)
+    assert run.checkpoint(3) == (3, False)
+    run.show(parts[3])
+    assert run.checkpoint(finished=True) == (None, True)
+    assert clock.seconds == {"rollout": 3, "update": 7, "auxiliary": 1 + 5}
 
 
 def test_the_rate_is_the_median_of_the_repetitions(monkeypatch):
@@ -68,8 +73,8 @@ def test_efficiency_compares_with_one_inference_and_the_training_passes_of_a_ste
     assert sum(shares) == pytest.approx(100)
     assert all(share > 0 for share in shares[:2]) and (shares[2] > 0) == (script is SCRIPTS[1])
 
-    # 33 rollouts of observations for PPG, one for PPO; the process itself has loaded torch.
-    observations = (33 if script is SCRIPTS[1] else 1) * 8 * 256 * 64 * 64 * 3
+    # 32 rollouts of observations for PPG, two for PPO; the process itself has loaded torch.
+    observations = (32 if script is SCRIPTS[1] else 2) * 8 * 256 * 64 * 64 * 3
     assert 0.2e9 < 1e9 * line["memory, GB"] - observations < 4e9
 
 
@@ -94,6 +99,7 @@ def test_a_measurement_ends_with_the_command(tmp_path):
     words = [sys.executable, throughput.__file__, "--compile", "off", "--out", str(tmp_path / "table")]
     command = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (measuring := [p for p in psutil.Process(command.pid).children() if "spawn_main" in str(p.cmdline())]):
+        assert command.poll() is None
         time.sleep(0.05)
     time.sleep(5)  # let it get to work
     command.terminate()
@@ -101,12 +107,13 @@ def test_a_measurement_ends_with_the_command(tmp_path):
     assert not any(process.is_running() for process in measuring)
 
 
-def test_the_command_prints_the_table_that_it_saves(tmp_path, capsys):
+def test_the_command_prints_the_table_that_it_saves(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(throughput, "alone", lambda function, *arguments: function(*arguments))
     table = throughput.main(parse([*FAST, "--scripts", SCRIPTS[0].__file__, "--out", tmp_path / "v1.2"]))
     text = (tmp_path / "v1.2.md").read_text()
     assert capsys.readouterr().out == text
     assert "starpilot, 8 environments" in text and "| ppo_procgen | float32 | no |" in text
-    in_hardware = SCRIPTS[0].has_bfloat16(torch.device("cpu"))
+    _, in_hardware = SCRIPTS[0].start_process(SCRIPTS[0].Args(num_envs=8, device="cpu"), num_rollouts=2)
     assert list(table.precision) == (["float32", "bfloat16"] if in_hardware else ["float32"])
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "v1.2.csv"), table)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.csv", "v1.2.md"]
@@ -121,8 +128,7 @@ def test_the_command_prints_the_table_that_it_saves(tmp_path, capsys):
         (["--microbatch-sizes", "8", "0"], "--microbatch-sizes 0: expected 1 or more"),
         (["--scripts", "missing.py"], "--scripts missing.py: expected a training script"),
         (["--scripts", __file__], "expected ppo_procgen.py, ppg_procgen.py or a copy"),
-        (["--env-id", "pong"], "--env-id pong: no such game"),
-        (["--device", "cuda:99"], "--device cuda:99: expected auto, cpu or a device that is present"),
+        (["--microbatch-size", "0"], "--microbatch-size 0: expected a number from 1"),
         (["--out", "missing/table"], "--out missing/table: expected a name in a directory that can be written to"),
     ],
 )
