@@ -785,7 +785,8 @@ def parse_args():
         try:
             config = json.loads((Path(args.resume) / "config.json").read_text())
             now, before = (Path(__file__).name, WORLD_SIZE), (config["script"], config["processes"])
-            stored = Args(**config["args"] | {"resume": args.resume, "device": args.device}) if now == before else None
+            here = {"resume": args.resume} | ({} if args.device == "auto" else {"device": args.device})
+            stored = Args(**config["args"] | here) if now == before else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             args.check("resume", False, f"the directory of a run, with its config.json ({error})")
         args.check("resume", now == before, f"the script and the number of processes {before}, these are {now}")

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Arguments in which the runs of a script may differ: what run.py sets for each, and what a script lets a resumed run
 # change. total_timesteps may grow, see `plan`.
 FREE = {"env_id", "seed", "run_dir", "run_name", "resume"}
-FREE |= {"total_timesteps", "device", "checkpoint_interval", "track", "wandb_project_name"}
+FREE |= {"total_timesteps", "device", "buffer_device", "checkpoint_interval", "track", "wandb_project_name"}
 
 
 @dataclass

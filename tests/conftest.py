@@ -35,8 +35,8 @@ def forkserver():
 
 @pytest.fixture
 def small_agent_in_an_empty_directory(monkeypatch, tmp_path):
-    from training import SCRIPTS, small_agent
+    from training import SCRIPTS, TinyEncoder
 
     monkeypatch.chdir(tmp_path)
     for script in SCRIPTS:
-        monkeypatch.setattr(script, "Agent", small_agent(script))
+        monkeypatch.setattr(script, "Encoder", TinyEncoder)

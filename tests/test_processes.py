@@ -2,8 +2,6 @@
 
 import functools
 import os
-import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -19,14 +17,26 @@ import torch
 
 import ppg_procgen
 import ppo_procgen
-from training import ROLLOUT, assert_same_end, both_scripts, exit_code, load, rows, start, train
+from training import (
+    PPG_SIZES,
+    ROLLOUT,
+    SIZES,
+    assert_same_end,
+    both_scripts,
+    exit_code,
+    flags,
+    load,
+    rows,
+    send_stderr_to,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("forkserver", "small_agent_in_an_empty_directory")
 
 
 def as_one_of_two(rank, port, prepare, script):
     """Let a process be what torchrun would make it."""
-    sys.stderr = open(f"stderr{rank}.txt", "w", buffering=1)
+    send_stderr_to(f"stderr{rank}.txt")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     script.RANK = script.LOCAL_RANK = rank
     script.WORLD_SIZE = script.LOCAL_WORLD_SIZE = 2
@@ -55,19 +65,20 @@ def both_halves(script):
 
     class BothHalves(OneHalf):
         def __init__(self, env_id, num_envs, seed, *levels):
-            super().__init__(env_id, num_envs, seed, *levels)
             half = num_envs // 2
             self.halves = [OneHalf(env_id, half, seed + 1_000_003 * rank, *levels) for rank in (0, 1)]
+            super().__init__(env_id, num_envs, seed, *levels)
+            self.observations, self.starts = self.join("observations"), self.join("starts")
 
-        def reset(self, **options):
-            return np.concatenate([half.reset(**options)[0] for half in self.halves]), {}
+        def join(self, name):
+            return np.concatenate([vars(half)[name] for half in self.halves])
 
         def step(self, actions):
             results = [half.step(part) for half, part in zip(self.halves, np.split(actions, 2))]
+            self.observations, self.starts = self.join("observations"), self.join("starts")
+            self.num_episodes = sum(half.num_episodes for half in self.halves)
+            self.last_episodes = [episode for half in self.halves for episode in half.last_episodes]
             return *(np.concatenate(parts) for parts in list(zip(*results))[:4]), {}
-
-        def get_state(self):
-            return [state for half in self.halves for state in half.get_state()]
 
     return BothHalves
 
@@ -91,9 +102,11 @@ def whole_of_two_halves(script):
 
 
 @both_scripts
-def test_two_processes_with_32_segments_train_as_one_with_64(script):
-    # Two iterations, and with PPG an auxiliary phase; minibatches of all segments, so that none is a random choice.
-    options = dict(env_id="bigfish", num_minibatches=1, num_steps=16, total_timesteps=2 * 64 * 16)
+def test_two_processes_with_32_environments_train_as_one_with_64(script):
+    # Two iterations, and with PPG an auxiliary phase; minibatches of all steps, so that none is a random choice.
+    options = dict(
+        env_id="bigfish", num_minibatches=1, num_steps=16, total_timesteps=2 * 64 * 16, checkpoint_interval=2
+    )
     segments = {}
     if script is ppg_procgen:
         options |= dict(n_pi=2, e_aux=2)
@@ -103,94 +116,101 @@ def test_two_processes_with_32_segments_train_as_one_with_64(script):
     one = start(script, whole_of_two_halves, run_name="one", num_envs=64, **segments, **options)
     assert [*exit_codes(two), exit_code(one)] == [0, 0, 0]
 
-    pd.testing.assert_frame_equal(rows("runs/two"), rows("runs/one"), check_exact=False, rtol=1e-4, atol=1e-6)
+    close = dict(check_exact=False, rtol=1e-4, atol=1e-6)
+    pd.testing.assert_frame_equal(rows("runs/two"), rows("runs/one"), **close)
     assert rows("runs/two").episodes.iloc[-1] > 0
-    torch.manual_seed(1)
-    initial = script.Agent(15).state_dict()
+    if script is ppg_procgen:
+        pd.testing.assert_frame_equal(rows("runs/two", "auxiliary"), rows("runs/one", "auxiliary"), **close)
+        assert list(rows("runs/two", "auxiliary").epoch) == [1, 2]
+    torch.manual_seed(SIZES["seed"])
+    initial = script.Agent(15, channels=(4, 4, 4), bfloat16=False).state_dict()
     two, one = load("runs/two"), load("runs/one")
     for name, parameter in one["agent"].items():
         difference, way = (two["agent"][name] - parameter).norm(), (parameter - initial[name]).norm()
         assert difference <= 1e-3 * way and way > 0, (name, difference, way)
-    for name, value in one["reward_stats"].items():
-        assert torch.allclose(two["reward_stats"][name], value, rtol=1e-12), name
+    for name, value in one["normalizer"].items():
+        assert torch.allclose(two["normalizer"][name], value, rtol=1e-12), name
 
 
 @both_scripts
 def test_each_process_has_environments_and_samples_of_its_own(script):
-    assert exit_codes(start_two(script, run_name="run", total_timesteps=4 * ROLLOUT)) == [0, 0]
-    first, second = load("runs/run")["processes"]
-    assert not torch.equal(first["next_obs"], second["next_obs"])
-    assert not torch.equal(first["rng"], second["rng"])
+    """And rows count the steps and the episodes of all."""
+    options = dict(num_steps=64, total_timesteps=300)
+    assert exit_codes(start_two(script, run_name="run", **options)) == [0, 0]
+    first, second = processes = load("runs/run")["processes"]
+    assert not torch.equal(first["envs"]["observations"], second["envs"]["observations"])
+    assert not torch.equal(first["rng"][0], second["rng"][0])
 
-
-def test_rows_count_the_steps_and_the_episodes_of_all_processes():
-    options = dict(env_id="bigfish", num_steps=128, total_timesteps=1000)
-    assert exit_codes(start_two(ppo_procgen, run_name="run", **options)) == [0, 0]
-    # 2 processes × 2 environments × 128 steps; the total is rounded up to two rollouts.
-    assert list(rows("runs/run").global_step) == [512, 1024]
-    processes = load("runs/run")["processes"]
-    assert rows("runs/run").episodes.iloc[-1] == sum(process["episode_count"] for process in processes)
-    returns = [episodic_return for process in processes for episodic_return in process["return_queue"]]
-    assert rows("runs/run").episodic_return.iloc[-1] == pytest.approx(np.mean(returns))
-    assert min(len(process["return_queue"]) for process in processes) > 0
+    # 2 processes × 2 environments × 64 steps; the total is rounded up to two rollouts.
+    table = rows("runs/run")
+    assert list(table.global_step) == [256, 512]
+    assert table.episodes.iloc[-1] == sum(process["envs"]["num_episodes"] for process in processes)
+    episodes = [process["envs"]["last_episodes"] for process in processes]
+    assert min(map(len, episodes)) > 0
+    means = torch.cat(episodes).mean(0).tolist()
+    assert [table.episodic_return.iloc[-1], table.episodic_length.iloc[-1]] == pytest.approx(means)
 
 
 # How they end, and go on
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of two processes that was never stopped, to compare with."""
+
+    @functools.cache
+    def whole(script):
+        path = tmp_path_factory.mktemp("whole")
+        two = start_two(script, run_dir=path, run_name="whole", total_timesteps=2 * 7 * ROLLOUT)
+        assert exit_codes(two) == [0, 0]
+        return path / "whole"
+
+    return whole
+
+
 @both_scripts
-def test_two_processes_resume_bit_for_bit(script):
+def test_two_processes_resume_bit_for_bit(whole, script):
     # Two iterations of three: PPG's buffer, half full, is in the checkpoint.
-    assert exit_codes(start_two(script, run_name="whole", total_timesteps=2 * 7 * ROLLOUT)) == [0, 0]
     assert exit_codes(start_two(script, run_name="halted", total_timesteps=2 * 2 * ROLLOUT)) == [0, 0]
     assert exit_codes(start_two(script, resume="runs/halted", total_timesteps=2 * 7 * ROLLOUT)) == [0, 0]
-    assert_same_end("runs/halted", "runs/whole")
+    assert_same_end("runs/halted", whole(script))
 
 
-def signal_itself(signum, rank, script):
-    """The process of this rank sends itself a signal in the fifth iteration."""
-    advantages, calls = script.gae, []
+def terminate_itself(rank, function, call, script):
+    """The process of this rank sends itself a signal at the n-th call of the function."""
+    original, calls = getattr(script, function), []
 
     def signalling(*args):
         calls.append(args)
-        if rank == script.RANK and len(calls) == 5:
-            os.kill(os.getpid(), signum)
-        return advantages(*args)
+        if rank == script.RANK and len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
 
-    script.gae = signalling
-
-
-@both_scripts
-def test_a_killed_process_ends_the_others_within_seconds(script):
-    steps = 2 * 8 * ROLLOUT
-    assert exit_codes(start_two(script, run_name="whole", total_timesteps=steps)) == [0, 0]
-    kill = functools.partial(signal_itself, signal.SIGKILL, 1)
-    first, second = start_two(script, kill, run_name="killed", total_timesteps=steps)
-    assert exit_code(second) == -signal.SIGKILL
-    first.join(20)
-    assert first.exitcode == 1
-    assert "process 0: lost the other processes, the last checkpoint counts" in Path("stderr0.txt").read_text()
-
-    assert load("runs/killed")["iteration"] == len(rows("runs/killed")) == 4
-    assert exit_codes(start_two(script, resume="runs/killed")) == [0, 0]
-    assert_same_end("runs/killed", "runs/whole")
+    setattr(script, function, signalling)
 
 
-@both_scripts
-def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(script):
-    options = dict(total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
-    assert exit_codes(start_two(script, run_name="whole", **options)) == [0, 0]
-    terminate = functools.partial(signal_itself, signal.SIGTERM, 1)
+@pytest.mark.parametrize(
+    "script, rank, function, call, iterations, aux_epochs",
+    [(ppo_procgen, 1, "gae", 5, 5, 0), (ppg_procgen, 0, "gae", 5, 5, 0), (ppg_procgen, 1, "auxiliary_loss", 3, 3, 2)],
+)
+def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(
+    whole, script, rank, function, call, iterations, aux_epochs
+):
+    options = dict(total_timesteps=2 * 7 * ROLLOUT, checkpoint_interval=100)
+    terminate = functools.partial(terminate_itself, rank, function, call)
     assert exit_codes(start_two(script, terminate, run_name="stopped", **options)) == [128 + signal.SIGTERM] * 2
-    assert load("runs/stopped")["iteration"] == 5
+    checkpoint = load("runs/stopped")
+    assert checkpoint["iteration"] == len(rows("runs/stopped")) == iterations
+    if script is ppg_procgen:
+        assert [process["buffer"]["aux_epochs"] for process in checkpoint["processes"]] == [aux_epochs] * 2
 
     assert exit_codes(start_two(script, resume="runs/stopped")) == [0, 0]
-    assert_same_end("runs/stopped", "runs/whole")
+    assert_same_end("runs/stopped", whole(script))
 
 
 def signal_the_first_and_then_the_second(script):
     """The second process gets its signal late, when all have agreed to stop because of the first one's."""
-    signal_itself(signal.SIGTERM, 0, script)
+    terminate_itself(0, "gae", 5, script)
     gather = script.gather
 
     def gather_and_signal(x, everywhere=True):
@@ -202,111 +222,54 @@ def signal_the_first_and_then_the_second(script):
     script.gather = gather_and_signal
 
 
-def test_two_machines_meet_as_the_readme_says_and_are_told_how_to_go_on():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{free.getsockname()[1]}"
-
-    def both_machines(flags, script_and_flags):
-        words = [sys.executable, "-m", "torch.distributed.run", *flags, *script_and_flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return [
-            subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            for _ in range(2)
-        ]
-
-    readme = (Path(ppo_procgen.__file__).parent / "README.md").read_text()
-    flags = re.search(r"`torchrun (--nnodes 2 .*?) \.\.\.`", readme, re.DOTALL)[1].replace("HOST:29500", place).split()
-    flags[flags.index("--nproc-per-node") + 1] = "1"
-    script = [ppo_procgen.__file__, "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2", "--device", "cpu"]
-    machines = both_machines(flags, [*script, "--total-timesteps", "1_000_000", "--run-name", "run"])
-    while not Path("runs/run/progress.csv").exists():
-        time.sleep(0.05)
-        assert machines[0].poll() is None and machines[1].poll() is None
-    worker = next(p for p in psutil.Process(machines[0].pid).children() if ppo_procgen.__file__ in p.cmdline())
-    worker.send_signal(signal.SIGTERM)
-    output = "".join(machine.communicate(timeout=60)[0] for machine in machines)
-
-    command = shlex.split(output.split("to go on: ")[1].splitlines()[0].replace("HOST:29500", place))
-    start = command.index(os.path.relpath(ppo_procgen.__file__))
-    assert command[0] == "torchrun"
-    steps = load("runs/run")["global_step"]
-    machines = both_machines(command[1:start], command[start:])
-    while len(rows("runs/run")) <= steps // 32:
-        time.sleep(0.05)
-        assert machines[0].poll() is None and machines[1].poll() is None
-    for machine in machines:
-        machine.terminate()
-        machine.communicate(timeout=60)
-
-
-@both_scripts
-def test_processes_that_are_signalled_one_after_the_other_still_write_their_checkpoint(script):
+def test_processes_that_are_signalled_one_after_the_other_still_write_their_checkpoint():
     options = dict(run_name="stopped", total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
-    processes = start_two(script, signal_the_first_and_then_the_second, **options)
+    processes = start_two(ppg_procgen, signal_the_first_and_then_the_second, **options)
     assert exit_codes(processes) == [128 + signal.SIGTERM] * 2
     assert load("runs/stopped")["iteration"] == 5
 
 
-@both_scripts
-def test_another_number_of_processes_is_refused_in_one_line(script, capsys):
-    assert exit_codes(start_two(script, run_name="run", total_timesteps=2 * ROLLOUT)) == [0, 0]
-    with pytest.raises(SystemExit) as stop:
-        train(script, resume="runs/run")
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "--resume runs/run: this run has 2 processes; expected as many, there are 1 now" in error
-
-
-def drift_apart(script):
-    """The second process changes a parameter by itself, by little, in the second iteration."""
-    check, calls = script.stop_unless_finite, []
-
-    def check_and_change(agent, iteration, losses):
-        calls.append(iteration)
-        if script.RANK == 1 and calls == [1, 1, 2]:
-            with torch.no_grad():
-                agent.policy_head.bias[0] += 1e-4
-        check(agent, iteration, losses)
-
-    script.stop_unless_finite = check_and_change
-
-
-def test_processes_that_have_come_apart_write_no_checkpoint():
-    options = dict(total_timesteps=2 * 4 * ROLLOUT, update_epochs=1)
-    assert exit_codes(start_two(ppo_procgen, drift_apart, run_name="run", **options)) == [1, 1]
-    assert "iteration 2: the processes' parameters differ" in Path("stderr0.txt").read_text()
-    assert load("runs/run")["iteration"] == 1
-
-
 def test_bad_input_is_one_line_for_the_machine():
-    assert exit_codes(start_two(ppg_procgen, num_envs=3)) == [2, 2]
-    assert Path("stderr0.txt").read_text().count("\n") == 1 and "--num-envs 3" in Path("stderr0.txt").read_text()
+    assert exit_codes(start_two(ppg_procgen, num_envs=3, num_minibatches=5)) == [2, 2]
+    assert Path("stderr0.txt").read_text().count("\n") == 1
+    assert "--num-minibatches 5" in Path("stderr0.txt").read_text()
+    assert Path("stderr1.txt").read_text() == ""
+
+    assert exit_codes(start_two(ppg_procgen, env_id="starpilto")) == [2, 2]
+    assert "starpilto" in Path("stderr0.txt").read_text()
     assert Path("stderr1.txt").read_text() == ""
     assert not Path("runs").exists()
 
 
-def test_torchrun_ends_when_a_process_is_killed_and_resumes_with_equal_rows():
+REAL_ENCODER = ppg_procgen.Encoder
+
+
+def with_the_real_encoder(script):
+    script.Encoder = REAL_ENCODER
+
+
+def test_torchrun_ends_when_a_process_is_killed_and_the_run_resumes_with_equal_rows():
+    options = dict(channels=(4, 4, 4), total_timesteps=2 * 9 * ROLLOUT)
+    whole = start_two(ppg_procgen, with_the_real_encoder, run_name="whole", **options)
+
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", ppg_procgen.__file__]
-    command = [*launcher, "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2", "--device", "cpu"]
-    command += ["--n-pi", "2", "--e-aux", "1", "--checkpoint-interval", "1", "--total-timesteps", "320"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def run(words):
-        result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    # What several processes print is what one prints: the lines of the first.
-    assert run([*command, "--run-name", "whole"]).count("runs/whole has 320 steps") == 1
-    killed = subprocess.Popen([*command, "--run-name", "killed"], env=environment, stderr=subprocess.DEVNULL)
+    options = SIZES | PPG_SIZES | options | dict(run_name="killed")
+    killed = subprocess.Popen([*launcher, *flags(**options)], env=environment, stderr=subprocess.DEVNULL)
     while not Path("runs/killed/checkpoint.pt").exists():
-        time.sleep(0.05)
+        time.sleep(0.01)
+        assert killed.poll() is None
     workers = [p for p in psutil.Process(killed.pid).children() if ppg_procgen.__file__ in p.cmdline()]
     assert len(workers) == 2
     workers[1].kill()
-    assert killed.wait(30) != 0
+    assert killed.wait(60) != 0
     assert not any(worker.is_running() for worker in workers)
-    run([*launcher, "--resume", "runs/killed"])
+    assert len(rows("runs/killed")) < 9
+
+    resume = [*launcher, *flags(resume="runs/killed", device="cpu")]
+    resumed = subprocess.run(resume, env=environment, capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr
+    # What several processes print is what one prints: the lines of the first.
+    assert resumed.stdout.count(f"runs/killed has {2 * 9 * ROLLOUT} steps") == 1
+    assert exit_codes(whole) == [0, 0]
     assert_same_end("runs/killed", "runs/whole")

@@ -1,22 +1,24 @@
-"""Nothing is lost: kills, signals, full disks, foreign checkpoints, numbers that are not finite."""
+"""Nothing is lost: kills, signals, crashes, foreign checkpoints, numbers that are not finite, two writers."""
 
-import errno
+import functools
+import json
 import math
 import os
 import pickle
 import random
-import resource
+import re
 import shlex
+import shutil
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from procgen.env import ENV_NAMES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
 
 import ppg_procgen
 import ppo_procgen
@@ -24,12 +26,112 @@ from training import ROLLOUT, assert_same_end, both_scripts, exit_code, load, ro
 
 pytestmark = pytest.mark.usefixtures("forkserver", "small_agent_in_an_empty_directory")
 
+# PPG's phases have three iterations, and three auxiliary epochs of two minibatches: seven iterations are two and a bit.
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was never stopped, to compare with."""
+
+    @functools.cache
+    def whole(script, iterations=7):
+        path = tmp_path_factory.mktemp("whole")
+        return train(script, run_dir=path, run_name="whole", total_timesteps=iterations * ROLLOUT)
+
+    return whole
+
+
+def at_call(script, name, call, act):
+    """The function of the script, but before its n-th call: `act`."""
+    function, calls = getattr(script, name), []
+
+    def acting(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == call:
+            act()
+        return function(*args, **kwargs)
+
+    return acting
+
+
+def send(*signums):
+    for signum in signums:
+        os.kill(os.getpid(), signum)
+
+
+def sending_at_call(script, name, call, *signums):
+    return at_call(script, name, call, functools.partial(send, *signums))
+
+
+def events(run_path, tag):
+    return [event.step for event in EventAccumulator(str(run_path)).Reload().Scalars(tag)]
+
+
+# Resuming
+
+
+@both_scripts
+@pytest.mark.parametrize("iterations", [2, 3, 4])
+def test_a_resumed_run_is_the_run_that_never_stopped(whole, script, iterations):
+    """In the middle of a policy phase, after an auxiliary phase, and at the beginning of the next phase."""
+    path = train(script, run_name="run", total_timesteps=iterations * ROLLOUT)
+    assert len(rows(path)) == iterations
+    assert train(script, resume=path, total_timesteps=7 * ROLLOUT) == path
+    assert rows(path).episodes.iloc[-1] > rows(path).episodes.iloc[iterations - 1] >= (iterations > 2)
+    assert_same_end(path, whole(script))
+
+
+def test_a_fresh_process_goes_on_with_one_environment():
+    options = dict(num_envs=1, num_steps=32, n_pi=2, e_aux=1, distribution_mode="easy", env_id="coinrun")
+    train(ppg_procgen, run_name="whole", total_timesteps=32 * 5, **options)
+    train(ppg_procgen, run_name="halted", total_timesteps=32 * 3, **options)
+    assert exit_code(start(ppg_procgen, resume="runs/halted", total_timesteps=32 * 5)) == 0
+    assert_same_end("runs/halted", "runs/whole")
+
+
+@both_scripts
+def test_config_json_lists_the_parts_and_keeps_what_the_first_one_said(monkeypatch, script):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+first")
+    path = train(script, run_name="run", total_timesteps=2 * ROLLOUT)
+    first = json.loads((path / "config.json").read_text())
+    monkeypatch.setattr(torch, "__version__", "2.14.0+second")
+    train(script, resume=path, total_timesteps=3 * ROLLOUT)
+
+    config = json.loads((path / "config.json").read_text())
+    one, other = config["parts"]
+    assert (one["global_step"], other["global_step"]) == (0, 2 * ROLLOUT)
+    assert (one["versions"]["torch"], other["versions"]["torch"]) == ("2.13.0+first", "2.14.0+second")
+    assert {"device", "precision", "git_commit"} < one.keys() == other.keys()
+    assert config["args"].pop("total_timesteps") == 3 * ROLLOUT and first["args"].pop("total_timesteps") == 2 * ROLLOUT
+    assert {name: x for name, x in config.items() if name != "parts"} == {
+        name: x for name, x in first.items() if name != "parts"
+    }
+
+
+def test_no_memory_map_of_the_checkpoint_outlives_the_loading(monkeypatch):
+    """A map of a file that is replaced and deleted would keep it on the disk, and a pruned one would end in SIGBUS."""
+    path, maps = train(ppg_procgen, run_name="run", total_timesteps=2 * ROLLOUT), []
+    read_maps = lambda: maps.append(Path("/proc/self/maps").read_text())  # noqa: E731
+    monkeypatch.setattr(ppg_procgen, "play", at_call(ppg_procgen, "play", 1, read_maps))
+    train(ppg_procgen, resume=path, total_timesteps=3 * ROLLOUT)
+    assert len(maps) == 1 and "checkpoint.pt" not in maps[0]
+
+
+@pytest.mark.parametrize("interval, iterations", [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (None, [3, 5])])
+def test_checkpoints_come_at_their_interval_and_at_the_end(monkeypatch, interval, iterations):
+    """By default after each phase."""
+    saved, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda what, file: (saved.append(what["iteration"]), save(what, file)))
+    train(ppg_procgen, total_timesteps=5 * ROLLOUT, checkpoint_interval=interval)
+    assert saved == iterations
+
+
 # Kills
 
 
 @both_scripts
-def test_twenty_kills_at_random_moments_change_nothing(script):
-    steps = ROLLOUT * 45
+def test_kills_at_random_moments_change_nothing(script):
+    steps = ROLLOUT * 20
     began = time.time()
     assert exit_code(start(script, run_name="whole", total_timesteps=steps)) == 0
     duration = time.time() - began
@@ -38,9 +140,9 @@ def test_twenty_kills_at_random_moments_change_nothing(script):
     while not Path("runs/killed/checkpoint.pt").exists():
         time.sleep(0.001)
     moments = random.Random(script.__name__)
-    for _ in range(20):
-        time.sleep(moments.uniform(0, duration / 40))
-        assert process.is_alive(), "the run ended before it was killed twenty times"
+    for _ in range(3):
+        time.sleep(moments.uniform(0, duration / 8))
+        assert process.is_alive(), "the run ended before it was killed three times"
         process.kill()
         process.join()
         process = start(script, resume="runs/killed")
@@ -77,145 +179,118 @@ def kill_before_renaming(script):
 
 
 def kill_in_auxiliary_phase(script):
-    auxiliary, calls = script.auxiliary_objective, []
-
-    def auxiliary_or_die(*args):
-        calls.append(args)
-        if len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return auxiliary(*args)
-
-    script.auxiliary_objective = auxiliary_or_die
+    """SIGKILL in its third epoch: the rows of two epochs are in the table, and not in the checkpoint."""
+    script.auxiliary_loss = sending_at_call(script, "auxiliary_loss", 5, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("prepare", [kill_while_writing, kill_before_renaming, kill_in_auxiliary_phase])
-def test_a_kill_at_the_worst_moment_changes_nothing(prepare):
-    train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7)
-    assert exit_code(start(ppg_procgen, prepare, run_name="killed", total_timesteps=ROLLOUT * 7)) == -signal.SIGKILL
+def kill_in_update(script):
+    """SIGKILL after the third iteration's rollout."""
+    script.gae = sending_at_call(script, "gae", 3, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "script, prepare",
+    [
+        (ppg_procgen, kill_while_writing),
+        (ppo_procgen, kill_before_renaming),
+        (ppg_procgen, kill_before_renaming),
+        (ppg_procgen, kill_in_auxiliary_phase),
+        (ppo_procgen, kill_in_update),
+    ],
+)
+def test_a_kill_at_the_worst_moment_changes_nothing(whole, script, prepare):
+    assert exit_code(start(script, prepare, run_name="killed", total_timesteps=ROLLOUT * 7)) == -signal.SIGKILL
     assert load("runs/killed")["iteration"] == 2
-    train(ppg_procgen, resume="runs/killed")
-    assert_same_end("runs/killed", "runs/whole")
+    train(script, resume="runs/killed")
+    assert_same_end("runs/killed", whole(script))
 
 
-@pytest.mark.parametrize("env_id", ENV_NAMES)
-def test_every_game_goes_on_in_a_fresh_process_with_one_environment(env_id):
-    options = dict(env_id=env_id, num_envs=1, num_minibatches=1, num_steps=32, n_pi=2, e_aux=1)
-    whole = start(ppg_procgen, run_name="whole", total_timesteps=32 * 6, **options)
-    assert exit_code(start(ppg_procgen, run_name="halted", total_timesteps=32 * 3, **options)) == 0
-    assert exit_code(start(ppg_procgen, resume="runs/halted", total_timesteps=32 * 6)) == 0
-    assert exit_code(whole) == 0
-    assert_same_end("runs/halted", "runs/whole")
+def kill_in_the_sixth_iteration(script):
+    script.gae = sending_at_call(script, "gae", 6, signal.SIGKILL)
 
 
-def test_resumed_points_are_not_in_tensorboard_twice():
-    train(ppg_procgen, run_name="run", total_timesteps=ROLLOUT * 5, checkpoint_interval=3)
-    # The last checkpoint lost: the run goes on from the one after three iterations, and repeats two.
-    train(ppg_procgen, run_name="short", total_timesteps=ROLLOUT * 3, checkpoint_interval=3)
-    os.replace("runs/short/checkpoint.pt", "runs/run/checkpoint.pt")
-    train(ppg_procgen, resume="runs/run")
-    events = EventAccumulator("runs/run").Reload()
-    steps = [event.step for event in events.Scalars("charts/episodes")]
-    assert steps == [ROLLOUT * i for i in (1, 2, 3, 4, 5)]
-    assert list(rows("runs/run")["global_step"]) == steps
+def count_the_rows_at_the_start(script):
+    count = lambda: Path("count").write_text(str(len(rows("runs/run"))))  # noqa: E731
+    script.play = at_call(script, "play", 1, count)
+
+
+@both_scripts
+def test_what_came_after_the_checkpoint_goes_when_the_run_that_crashed_is_resumed(whole, script):
+    """Rows and points in TensorBoard are there up to the crash, and once after the run has gone on."""
+    options = dict(total_timesteps=ROLLOUT * 7, checkpoint_interval=2)
+    process = start(script, kill_in_the_sixth_iteration, run_name="run", **options)
+    assert exit_code(process) == -signal.SIGKILL
+    assert load("runs/run")["iteration"] == 4
+    steps = [ROLLOUT * i for i in range(1, 8)]
+    assert list(rows("runs/run").global_step) == events("runs/run", "losses/policy_loss") == steps[:5]
+
+    assert exit_code(start(script, count_the_rows_at_the_start, resume="runs/run")) == 0
+    assert Path("count").read_text() == "4"
+    assert_same_end("runs/run", whole(script))
+    for tag in ("losses/policy_loss", "charts/episodes", "charts/SPS"):
+        assert events("runs/run", tag) == steps
+    if script is ppg_procgen:
+        assert events("runs/run", "auxiliary/aux_kl") == [step for step in (steps[2], steps[5]) for _ in range(3)]
 
 
 # Signals
 
 
-def signal_at(monkeypatch, script, name, call, *signums):
-    """Send this process `signums` at the n-th call of a function of the script."""
-    function, calls = getattr(script, name), []
-
-    def signalling(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == call:
-            for signum in signums:
-                os.kill(os.getpid(), signum)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(script, name, signalling)
+# The fifth iteration's advantages; the third one's, before an auxiliary phase; its first and second epoch.
+MOMENTS = [
+    (signal.SIGTERM, "gae", 5, 5, 0),
+    (signal.SIGINT, "gae", 3, 3, 0),
+    (signal.SIGTERM, "auxiliary_loss", 1, 3, 1),
+    (signal.SIGINT, "auxiliary_loss", 3, 3, 2),
+    (signal.SIGTERM, "auxiliary_loss", 6, 3, 0),
+]
 
 
-# The fifth iteration's advantages; the auxiliary phase's first and second epoch, of two minibatches each.
-MOMENTS = [("gae", 5, 5, 0), ("gae", 3, 2, 0), ("auxiliary_objective", 1, 2, 1), ("auxiliary_objective", 3, 2, 2)]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("function, call, iterations, aux_epochs", MOMENTS)
-def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, signum, function, call, iterations, aux_epochs):
-    train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+@pytest.mark.parametrize("signum, function, call, iterations, aux_epochs", MOMENTS)
+def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, whole, signum, function, call, iterations, aux_epochs):
     handler = signal.getsignal(signum)
     with monkeypatch.context() as patch:
-        signal_at(patch, ppg_procgen, function, call, signum)
+        patch.setattr(ppg_procgen, function, sending_at_call(ppg_procgen, function, call, signum))
         with pytest.raises(SystemExit) as stop:
             train(ppg_procgen, run_name="stopped", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
     assert stop.value.code == 128 + signum
-    checkpoint = load("runs/stopped")
-    assert (checkpoint["iteration"], len(checkpoint["aux_means"])) == (iterations, aux_epochs)
     assert signal.getsignal(signum) is handler, "the handlers are put back"
+    checkpoint = load("runs/stopped")
+    (own,) = checkpoint["processes"]
+    assert (checkpoint["iteration"], own["buffer"]["aux_epochs"]) == (iterations, aux_epochs)
+    assert len(checkpoint["tables"]["auxiliary"]) == {5: 3, 3: aux_epochs or (3 if call == 6 else 0)}[iterations]
 
     # The command it prints is the one that goes on.
-    command = shlex.split(capfd.readouterr().out.split("to go on: ")[1])
+    out, err = capfd.readouterr()
+    assert "stopping at the next boundary" in err
+    command = shlex.split(out.split("to go on: ")[1])
     assert command[0] == "python" and Path(command[1]).resolve() == Path(ppg_procgen.__file__)
-    monkeypatch.setattr(sys, "argv", command[1:])
+    monkeypatch.setattr(sys, "argv", [*command[1:], "--device", "cpu"])
     ppg_procgen.main(ppg_procgen.parse_args())
-    assert_same_end("runs/stopped", "runs/whole")
+    assert_same_end("runs/stopped", whole(ppg_procgen))
 
 
-def test_a_signal_while_old_logits_are_recorded_stops_after_the_rollout_under_way(monkeypatch):
-    train(ppg_procgen, run_name="whole", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
-    agent_class, calls = ppg_procgen.Agent.func, []  # a partial, with small encoders
-    forward = agent_class.forward
-
-    def signalling(agent, observations, policy=True, value=True):
-        if not value:  # as in no other part of a run with E_π = E_V
-            calls.append(len(observations))
-            if len(calls) == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-        return forward(agent, observations, policy, value)
-
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_ppo_stops_at_the_next_boundary_too(monkeypatch, whole, signum):
     with monkeypatch.context() as patch:
-        patch.setattr(agent_class, "forward", signalling)
-        with pytest.raises(SystemExit):
-            train(ppg_procgen, run_name="stopped", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
-    checkpoint = load("runs/stopped")
-    assert checkpoint["in_auxiliary_phase"] and checkpoint["iteration"] == 2 and checkpoint["aux_means"] == []
-    assert sum(calls) == ROLLOUT and len(checkpoint["processes"][0]["aux_old_logits"]) == 1
-
-    train(ppg_procgen, resume="runs/stopped")
-    assert_same_end("runs/stopped", "runs/whole")
-
-
-def test_ppo_stops_at_the_next_boundary_too(monkeypatch):
-    train(ppo_procgen, run_name="whole", total_timesteps=ROLLOUT * 4, checkpoint_interval=100)
-    with monkeypatch.context() as patch:
-        signal_at(patch, ppo_procgen, "gae", 2, signal.SIGTERM)
+        patch.setattr(ppo_procgen, "gae", sending_at_call(ppo_procgen, "gae", 2, signum))
         with pytest.raises(SystemExit) as stop:
-            train(ppo_procgen, run_name="stopped", total_timesteps=ROLLOUT * 4, checkpoint_interval=100)
-    assert stop.value.code == 128 + signal.SIGTERM and load("runs/stopped")["iteration"] == 2
+            train(ppo_procgen, run_name="stopped", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    assert stop.value.code == 128 + signum and load("runs/stopped")["iteration"] == 2
     train(ppo_procgen, resume="runs/stopped")
-    assert_same_end("runs/stopped", "runs/whole")
+    assert_same_end("runs/stopped", whole(ppo_procgen))
 
 
 @both_scripts
 def test_a_signal_in_the_last_iteration_leaves_a_finished_run(monkeypatch, script, capfd):
-    signal_at(monkeypatch, script, "gae", 2, signal.SIGTERM)
+    monkeypatch.setattr(script, "gae", sending_at_call(script, "gae", 2, signal.SIGTERM))
     path = train(script, run_name="run", total_timesteps=ROLLOUT * 2)
     assert load(path)["iteration"] == 2
     assert f"{path} has {ROLLOUT * 2} steps" in capfd.readouterr().out
 
 
 def two_signals(script):
-    advantages, calls = script.gae, []
-
-    def signalling(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-        return advantages(*args)
-
-    script.gae = signalling
+    script.gae = sending_at_call(script, "gae", 3, signal.SIGTERM, signal.SIGINT)
 
 
 @both_scripts
@@ -237,18 +312,18 @@ def tell_when_listening(script):
     signal.signal = register_and_tell
 
 
-def test_twenty_signals_at_random_moments_change_nothing():
-    options = dict(total_timesteps=ROLLOUT * 45, checkpoint_interval=100)
+def test_signals_at_random_moments_change_nothing():
+    options = dict(total_timesteps=ROLLOUT * 20, checkpoint_interval=100)
     began = time.time()
     assert exit_code(start(ppg_procgen, run_name="whole", **options)) == 0
     duration = time.time() - began
 
     moments = random.Random(2)
     process = start(ppg_procgen, tell_when_listening, run_name="run", **options)
-    for _ in range(20):
+    for _ in range(3):
         while not Path("listening").exists():
             time.sleep(0.001)
-        time.sleep(moments.uniform(0, duration / 40))
+        time.sleep(moments.uniform(0, duration / 8))
         Path("listening").unlink()
         process.terminate()
         assert exit_code(process) == 128 + signal.SIGTERM
@@ -257,90 +332,41 @@ def test_twenty_signals_at_random_moments_change_nothing():
     assert_same_end("runs/run", "runs/whole")
 
 
-# Full disks
+# Two writers
 
 
-def files_of_20_kilobytes_at_most(script):
-    """Larger writes fail with an error, as on a full disk; a checkpoint is larger, progress.csv is not."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+def hold(script):
+    """In the third iteration the process tells that it is there, and waits."""
 
+    def wait():
+        Path("holding").touch()
+        signal.pause()
 
-def full_after_two_checkpoints(script):
-    save, saved = torch.save, []
-
-    def save_or_fill(checkpoint, file):
-        saved.append(checkpoint)
-        if len(saved) == 3:
-            files_of_20_kilobytes_at_most(script)
-        save(checkpoint, file)
-
-    torch.save = save_or_fill
+    script.gae = at_call(script, "gae", 3, wait)
 
 
 @both_scripts
-def test_a_full_disk_is_reported_and_training_goes_on(script):
-    process = start(script, full_after_two_checkpoints, run_name="run", total_timesteps=ROLLOUT * 5)
-    assert exit_code(process) == 1, "the last checkpoint could not be written"
-    reports = [line for line in Path("stderr.txt").read_text().splitlines() if "could not be written" in line]
-    assert len(reports) == 3 and "File too large" in reports[0]
-    assert len(rows("runs/run")) == 5
-    assert load("runs/run")["iteration"] == 2
-    assert not list(Path("runs/run").glob("*.tmp")), "half a checkpoint would fill the disk further"
-
+def test_a_directory_has_one_writer_and_a_killed_one_leaves_no_lock(whole, capsys, script):
+    process = start(script, hold, run_name="run", total_timesteps=ROLLOUT * 7)
+    try:
+        while not Path("holding").exists():
+            time.sleep(0.01)
+        before = {path: path.read_bytes() for path in Path("runs/run").iterdir()}
+        complaint = refused(capsys, script, resume="runs/run")
+    finally:
+        process.kill()
+        process.join()
+    assert "--resume runs/run: " in complaint and "no process writes to" in complaint
+    assert {path: path.read_bytes() for path in Path("runs/run").iterdir()} == before
     train(script, resume="runs/run")
-    train(script, run_name="whole", total_timesteps=ROLLOUT * 5)
-    assert_same_end("runs/run", "runs/whole")
-
-
-def fill_disk_at_the_third_row(monkeypatch, script):
-    replacing, names = script.replacing, []
-
-    def full_at_the_third_row(path, *mode):
-        names.append(path.name)
-        if names.count("progress.csv") == 3 and path.name == "progress.csv":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return replacing(path, *mode)
-
-    monkeypatch.setattr(script, "replacing", full_at_the_third_row)
-
-
-@both_scripts
-def test_no_row_is_lost_to_a_disk_that_was_full_for_a_while(monkeypatch, script, capfd):
-    fill_disk_at_the_third_row(monkeypatch, script)
-    train(script, run_name="run", total_timesteps=ROLLOUT * 5)
-    assert "metrics could not be written" in capfd.readouterr().err
-    assert list(rows("runs/run")["global_step"]) == [ROLLOUT * i for i in (1, 2, 3, 4, 5)]
-    events = EventAccumulator("runs/run").Reload()
-    assert [event.step for event in events.Scalars("charts/episodes")] == [ROLLOUT * i for i in (1, 2, 4, 5)]
-
-
-@both_scripts
-def test_a_last_row_that_could_not_be_written_is_an_error_and_resuming_brings_it_back(monkeypatch, script):
-    fill_disk_at_the_third_row(monkeypatch, script)
-    with pytest.raises(SystemExit) as stop:
-        train(script, run_name="run", total_timesteps=ROLLOUT * 3)
-    assert stop.value.code == 1 and len(rows("runs/run")) == 2
-
-    train(script, resume="runs/run")
-    assert list(rows("runs/run")["global_step"]) == [ROLLOUT * i for i in (1, 2, 3)]
-
-
-@both_scripts
-def test_rows_after_the_checkpoint_go_when_the_run_that_crashed_is_resumed(script):
-    train(script, run_name="run", total_timesteps=ROLLOUT * 2)
-    path = Path("runs/run/progress.csv")
-    whole = path.read_text()
-    path.write_text(whole + whole.splitlines()[-1].replace(str(ROLLOUT * 2), str(ROLLOUT * 3), 1) + "\n")
-    assert len(rows("runs/run")) == 3
-
-    train(script, resume="runs/run")
-    assert path.read_text() == whole
+    assert_same_end("runs/run", whole(script))
 
 
 # Files that are no checkpoint
 
 
 def refused(capsys, script, **options):
+    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         train(script, **options)
     complaint = capsys.readouterr().err
@@ -353,45 +379,55 @@ class Evil:
         return os.mkdir, ("hacked",)
 
 
-@pytest.mark.parametrize("kind", ["truncated", "empty", "foreign", "wrong format", "evil", "missing"])
+@pytest.mark.parametrize("kind", ["truncated", "empty", "foreign", "of another network", "evil", "missing"])
 @both_scripts
-def test_a_file_that_is_no_checkpoint_gets_one_clear_line(script, kind, capsys):
-    train(script, run_name="run", total_timesteps=ROLLOUT)
-    path = Path("runs/run/checkpoint.pt")
-    checkpoint = load("runs/run")
+def test_a_file_that_is_no_checkpoint_gets_one_clear_line(whole, script, kind, capsys):
+    shutil.copytree(whole(script), "run")
+    path = Path("run/checkpoint.pt")
+    checkpoint = load("run")
     if kind == "truncated":
         path.write_bytes(path.read_bytes()[:-1000])
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "foreign":
         torch.save({"state_dict": checkpoint["agent"]}, path)
-    elif kind == "wrong format":
-        torch.save(checkpoint | {"format": f"{script.__name__}.py 0"}, path)
+    elif kind == "of another network":
+        checkpoint["agent"]["policy_head.weight"] = torch.zeros(15, 17)
+        torch.save(checkpoint, path)
     elif kind == "evil":
         path.write_bytes(pickle.dumps(Evil()))
     else:
         path.unlink()
-    capsys.readouterr()
-    before = Path("runs/run/progress.csv").read_bytes()
-    complaint = refused(capsys, script, resume="runs/run", total_timesteps=ROLLOUT * 2)
-    assert "--resume runs/run" in complaint and f"{script.__name__}.py 4" in complaint
+    before = {path: path.read_bytes() for path in Path("run").iterdir()}
+    complaint = refused(capsys, script, resume="run", total_timesteps=ROLLOUT * 8)
+    assert "--resume run: expected a whole checkpoint.pt of this script there (" in complaint
     assert not Path("hacked").exists()
-    assert Path("runs/run/progress.csv").read_bytes() == before
+    assert {path: path.read_bytes() for path in Path("run").iterdir()} == before
 
 
 # Numbers that are not finite
 
 
-def spoil(monkeypatch, script, name, call, make):
-    """Let the n-th call of a loss function return what `make` makes of its result."""
-    function, calls = getattr(script, name), []
+def spoil(name, call, make, script):
+    """Let the n-th call of a loss function return what `make` makes of its result; write a line for every step."""
+    function, calls, step = getattr(script, name), [], torch.optim.Adam.step
 
     def spoiling(*args):
         calls.append(args)
         result = function(*args)
         return make(result) if len(calls) == call else result
 
-    monkeypatch.setattr(script, name, spoiling)
+    def step_and_tell(optimizer):
+        with open("steps.txt", "a") as file:
+            print(file=file)
+        step(optimizer)
+
+    setattr(script, name, spoiling)
+    torch.optim.Adam.step = step_and_tell
+
+
+def not_a_number(loss):
+    return loss * math.nan
 
 
 def infinite_gradient(loss):
@@ -399,85 +435,103 @@ def infinite_gradient(loss):
     return loss + (loss - loss).sqrt()
 
 
+def joint_loss_not_a_number(losses):
+    return losses[0] * math.nan, *losses[1:]
+
+
 POLICY_CALL = {ppo_procgen: 8, ppg_procgen: 4}  # in the second iteration: E epochs of two minibatches in each
 
 
-@pytest.mark.parametrize(
-    "make, culprit", [(lambda loss: loss * math.nan, "policy_loss"), (infinite_gradient, "the gradient of policy_loss")]
-)
+@pytest.mark.parametrize("make", [not_a_number, infinite_gradient])
 @both_scripts
-def test_what_is_not_finite_stops_the_run_before_the_optimizer_steps_on_it(monkeypatch, script, make, culprit):
-    train(script, run_name="whole", total_timesteps=ROLLOUT * 3)
-    with monkeypatch.context() as patch:
-        spoil(patch, script, "policy_objective", POLICY_CALL[script], make)
-        steps, step = [], torch.optim.Adam.step
-        patch.setattr(torch.optim.Adam, "step", lambda self: (steps.append(1), step(self)))
-        with pytest.raises(SystemExit) as stop:
-            train(script, run_name="run", total_timesteps=ROLLOUT * 3)
-    assert stop.value.code.startswith(f"iteration 2: {culprit}") and "not finite" in stop.value.code
-    assert len(steps) == POLICY_CALL[script] - 1
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_optimizer_steps_on_it(whole, script, make):
+    spoiled = functools.partial(spoil, "policy_loss", POLICY_CALL[script], make)
+    assert exit_code(start(script, spoiled, run_name="run", total_timesteps=ROLLOUT * 7)) == 1
+    assert "RuntimeError" in Path("stderr.txt").read_text() and "non-finite" in Path("stderr.txt").read_text()
+    assert len(Path("steps.txt").read_text()) == POLICY_CALL[script] - 1
+    assert load("runs/run")["iteration"] == 1
+    assert list(rows("runs/run").global_step) == events("runs/run", "losses/policy_loss") == [ROLLOUT]
     train(script, resume="runs/run")
-    assert_same_end("runs/run", "runs/whole")
+    assert_same_end("runs/run", whole(script))
 
 
-@pytest.mark.parametrize("update_epochs, where", [(1, "the policy's logits"), (2, "policy_loss")])
-def test_weights_that_blew_up_end_in_one_line_wherever_they_are_met_first(update_epochs, where):
-    options = dict(num_minibatches=1, update_epochs=update_epochs, learning_rate=1e30)
-    with pytest.raises(SystemExit) as stop:
-        train(ppo_procgen, total_timesteps=ROLLOUT * 3, **options)
-    assert where in stop.value.code and "not finite" in stop.value.code
-
-
-def test_an_auxiliary_loss_that_is_not_finite_is_named(monkeypatch):
-    spoil(monkeypatch, ppg_procgen, "auxiliary_objective", 2, lambda losses: (losses[0] * math.nan, *losses[1:]))
-    with pytest.raises(SystemExit, match="iteration 3: the gradient of aux_value_loss"):
-        train(ppg_procgen, run_name="run", total_timesteps=ROLLOUT * 3)
+def test_an_auxiliary_gradient_that_is_not_finite_stops_the_run_too(whole):
+    spoiled = functools.partial(spoil, "auxiliary_loss", 4, joint_loss_not_a_number)
+    assert exit_code(start(ppg_procgen, spoiled, run_name="run", total_timesteps=ROLLOUT * 7)) == 1
+    assert "non-finite" in Path("stderr.txt").read_text()
+    assert len(Path("steps.txt").read_text()) == 3 * 2 + 3
     assert load("runs/run")["iteration"] == 2
+    assert list(rows("runs/run").global_step) == [ROLLOUT, 2 * ROLLOUT, 3 * ROLLOUT]
+    assert list(rows("runs/run", "auxiliary").epoch) == [1]
+    assert events("runs/run", "auxiliary/aux_kl") == [3 * ROLLOUT]
+    train(ppg_procgen, resume="runs/run")
+    assert_same_end("runs/run", whole(ppg_procgen))
 
 
-# Memory
+# Weights & Biases
 
 
-@both_scripts
-def test_too_little_memory_is_told_before_anything_is_written(monkeypatch, capsys, script):
-    monkeypatch.setattr(script, "available_memory", lambda device: 100_000)
-    complaint = refused(capsys, script, total_timesteps=ROLLOUT * 3)
-    needed = ROLLOUT * 64 * 64 * 3 * (1 + 3 if script is ppg_procgen else 1)
-    assert f"{needed / 1e9:.3g} GB" in complaint and "0.0001 GB" in complaint and "--num-envs" in complaint
-    assert not Path("runs").exists()
+def track_offline_and_send(signum, script):
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.1"}  # by default 15 s
+
+    def wait_and_send():
+        while len(tracked_iterations()) < 5:
+            time.sleep(0.05)
+        send(signum)
+
+    script.gae = at_call(script, "gae", 6, wait_and_send if signum else int)
 
 
-def test_buffer_and_rollout_at_the_defaults_need_6_4_and_0_2_gigabytes(monkeypatch, capsys):
-    monkeypatch.setattr(ppg_procgen, "available_memory", lambda device: 6_600_000_000)
-    with pytest.raises(SystemExit):
-        ppg_procgen.main(ppg_procgen.Args(device="cpu"))
-    assert "need 6.64 GB" in capsys.readouterr().err
+def read_records(path):
+    """A .wandb file is a LevelDB log: after 7 bytes of header, blocks of 32 KiB hold parts of records, each behind a
+    checksum, its length and its kind (1 and 4: a record ends here)."""
+    data, position, record = path.read_bytes(), 7, b""
+    while position + 7 < len(data):
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        if position + 7 + length > len(data):
+            return
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if 2**15 - position % 2**15 < 7:
+            position += 2**15 - position % 2**15
+        if kind in (1, 4):
+            yield Record.FromString(record)
+            record = b""
 
 
-VERSION_2 = {
-    "/proc/self/cgroup": "0::/job/step\n",
-    "/sys/fs/cgroup/job/step/memory.max": "max\n",
-    "/sys/fs/cgroup/job/step/memory.current": "300000\n",
-    "/sys/fs/cgroup/job/memory.max": "1000000\n",
-    "/sys/fs/cgroup/job/memory.current": "400000\n",
-    "/sys/fs/cgroup/job/memory.stat": "anon 250000\ninactive_file 100000\nactive_file 50000\n",
-}
-VERSION_1 = {
-    "/proc/self/cgroup": "9:cpu:/\n5:hugetlb,memory:/job\n",
-    "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000000\n",
-    "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "400000\n",
-    "/sys/fs/cgroup/memory/job/memory.stat": "cache 150000\ninactive_file 0\ntotal_inactive_file 100000\n",
-}
-NO_LIMIT = {"/proc/self/cgroup": "0::/job\n", "/sys/fs/cgroup/job/memory.max": "max\n"}
+def read_offline_runs():
+    """The ids, configurations and rows of all the offline runs in the working directory."""
+    ids, configs, history = [], [], []
+    for path in sorted(Path("wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
+        for record in read_records(path):
+            if record.HasField("run"):
+                ids.append(record.run.run_id)
+                configs.append({item.key: json.loads(item.value_json) for item in record.run.config.update})
+            if record.HasField("history"):
+                items = record.history.item
+                history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return ids, configs, history
 
 
-@pytest.mark.parametrize("files, container", [(VERSION_2, 700_000), (VERSION_1, 700_000), (NO_LIMIT, math.inf)])
-def test_a_containers_limit_counts_and_files_in_its_cache_do_not(monkeypatch, files, container):
-    def read_text(path):
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
+def tracked_iterations():
+    return [row["global_step"] / ROLLOUT for row in read_offline_runs()[2] if "losses/policy_loss" in row]
 
-    monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr(ppg_procgen.psutil, "virtual_memory", lambda: SimpleNamespace(available=5_000_000))
-    assert ppg_procgen.available_memory(torch.device("cpu")) == min(container, 5_000_000)
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_weights_and_biases_has_one_run_and_every_step_of_it_after_a_stop(signum):
+    """The signal comes in the sixth iteration of seven, after a checkpoint at the fourth; a kill repeats the fifth."""
+    options = dict(total_timesteps=ROLLOUT * 7, checkpoint_interval=2, track=True)
+    process = start(ppg_procgen, functools.partial(track_offline_and_send, signum), run_name="run", **options)
+    assert exit_code(process) == (-signum if signum == signal.SIGKILL else 128 + signum)
+    assert exit_code(start(ppg_procgen, functools.partial(track_offline_and_send, None), resume="runs/run")) == 0
+
+    assert len(list(Path("wandb").glob("offline-run-*"))) == 2
+    ids, configs, history = read_offline_runs()
+    config = json.loads(Path("runs/run/config.json").read_text())
+    assert set(ids) == {config["wandb_id"]} and len(ids) >= 2
+    assert {"args", "git_commit", "versions"} <= configs[0].keys() and configs[0]["args"]["n_pi"] == 3
+
+    assert tracked_iterations() == [1, 2, 3, 4, 5, *([5] if signum == signal.SIGKILL else []), 6, 7]
+    epochs = [(row["auxiliary/phase"], row["auxiliary/epoch"]) for row in history if "auxiliary/phase" in row]
+    assert epochs == [(phase, epoch) for phase in (1, 2) for epoch in (1, 2, 3)]
+    assert not re.search(r"step.*(less|monoton|increas|ignor)|warn", Path("stderr.txt").read_text(), re.IGNORECASE)
