@@ -1,29 +1,28 @@
 """ProcgenVecEnv, against Procgen driven by hand and against Gymnasium's wrappers and checks."""
 
 import os
-import subprocess
-import sys
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.utils import env_checker
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
 from procgen import ProcgenGym3Env
-from procgen.env import ENV_NAMES, EXPLORATION_LEVEL_SEEDS
+from procgen.env import ENV_NAMES
 
-from ppo_procgen import GAMES_WITH_MODE, ProcgenVecEnv
+from training import SCRIPTS
 
 
-@pytest.fixture
-def make():
-    """ProcgenVecEnv's constructor, with every environment closed when the test is over."""
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
+def make(request):
+    """Each script's ProcgenVecEnv, with every environment closed when the test is over."""
     made = []
 
     def make(env_id="starpilot", num_envs=4, **options):
-        made.append(ProcgenVecEnv(env_id, num_envs, **options))
+        made.append(request.param.ProcgenVecEnv(env_id, num_envs, **options))
         return made[-1]
 
     yield make
@@ -143,11 +142,14 @@ def test_arrays_once_returned_are_left_alone(make):
 
 
 def test_every_episode_is_counted_also_where_two_end_at_once(make):
-    """RecordEpisodeStatistics, which feeds progress.csv, against a count on a bare ProcgenGym3Env."""
+    """The statistics that feed progress.csv, and RecordEpisodeStatistics, against a count on a bare ProcgenGym3Env."""
     actions = random_actions(400, 8)
-    envs = wrappers.RecordEpisodeStatistics(make("starpilot", 8, seed=1), buffer_length=1000)
+    bare = make("starpilot", 8, seed=1)
+    envs = wrappers.RecordEpisodeStatistics(bare, buffer_length=1000)
     envs.reset()
-    play(envs, actions)
+    play(envs, actions[:200])
+    assert 0 < bare.num_episodes < 100 and len(bare.last_episodes) == bare.num_episodes
+    play(envs, actions[200:])
 
     _, rewards, firsts = play_by_hand(actions, env_name="starpilot", rand_seed=1, distribution_mode="easy")
     episodes, begun = [], [0] * 8
@@ -157,7 +159,8 @@ def test_every_episode_is_counted_also_where_two_end_at_once(make):
             begun[env] = t + 1
 
     assert list(zip(envs.return_queue, envs.length_queue, strict=True)) == episodes
-    assert envs.episode_count == len(episodes) == firsts[1:].sum()
+    assert envs.episode_count == bare.num_episodes == len(episodes) == firsts[1:].sum()
+    assert list(bare.last_episodes) == episodes[-len(bare.last_episodes) :]
     assert (firsts[1:].sum(axis=1) > 1).any() and len({episode_return for episode_return, _ in episodes}) > 1
 
 
@@ -197,6 +200,25 @@ def test_reset_in_mid_episode_begins_new_episodes_everywhere(make):
     assert not set(levels) & {info["level_seed"] for info in envs.procgen.get_info()}
 
 
+def test_a_new_environment_has_begun_and_a_reset_before_the_first_step_changes_nothing(make):
+    envs = make("coinrun", 8, seed=1)
+    shown, levels = envs.observations.copy(), [info["level_seed"] for info in envs.procgen.get_info()]
+    assert envs.starts.all() and shown.std() > 0
+    assert np.array_equal(envs.reset()[0], shown) and envs.starts.all()
+    assert [info["level_seed"] for info in envs.procgen.get_info()] == levels
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_reset_forgets_the_episodes_it_abandons_and_counts_none_of_them(make, seed):
+    envs = make("starpilot", 8, seed=1)
+    play(envs, random_actions(60, 8))
+    episodes, count = list(envs.last_episodes), envs.num_episodes
+    assert envs.episode_lengths.any() and envs.episode_returns.any() and count > 0
+    envs.reset(seed=seed)
+    assert not envs.episode_lengths.any() and not envs.episode_returns.any() and envs.starts.all()
+    assert list(envs.last_episodes) == episodes and envs.num_episodes == count
+
+
 def levels_played(envs, num_steps):
     envs.reset()
     levels = []
@@ -223,21 +245,44 @@ def test_one_level_is_the_same_game_whatever_the_seed(make):
     assert np.array_equal(*starts) and np.array_equal(starts[0][0], starts[0][1])
 
 
+def statistics(envs):
+    """Copies, so that they stay what they were."""
+    running = envs.episode_returns.tolist(), envs.episode_lengths.tolist()
+    return *running, [tuple(episode) for episode in envs.last_episodes], envs.num_episodes
+
+
 @pytest.mark.parametrize("env_id", ENV_NAMES)
 def test_a_restored_state_goes_on_exactly_in_a_fresh_environment(make, env_id):
     # Running right and jumping is what ends episodes where random moves go nowhere.
     actions = random_actions(250, 8, choices=[7, 7, 8] if env_id in ("coinrun", "climber", "ninja", "jumper") else 15)
     envs, restored = make(env_id, 8, seed=1), make(env_id, 8, seed=2)
-    envs.reset()
     play(envs, actions[:50])
-    state = envs.get_state()
+    state = envs.state_dict()
+    shown = envs.observations, envs.starts, statistics(envs)
     trajectory = play(envs, actions[50:])
 
-    restored.reset()
-    restored.set_state(state)
+    restored.load_state_dict(state)
+    assert equal(shown[:2], [restored.observations, restored.starts]) and statistics(restored) == shown[2]
     assert equal(trajectory, play(restored, actions[50:]))
+    assert statistics(restored) == statistics(envs)
     if env_id in ("starpilot", "coinrun", "fruitbot", "bossfight", "chaser", "dodgeball", "leaper"):
         assert trajectory[2].sum() > 1  # it went on across ends of episodes too
+
+
+def test_a_state_survives_a_file_and_what_is_played_after_it(make, tmp_path):
+    """torch.save takes it, weights_only loads it, and it stays what it was."""
+    envs, restored = make("starpilot", 8, seed=1), make("starpilot", 8, seed=2)
+    actions = random_actions(200, 8)
+    play(envs, actions[:100])
+    state = envs.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    trajectory = play(envs, actions[100:])
+    torch.save(state, tmp_path / "later.pt")
+    for name in ("state.pt", "later.pt"):
+        restored = make("starpilot", 8, seed=2)
+        restored.load_state_dict(torch.load(tmp_path / name, weights_only=True))
+        assert equal(trajectory, play(restored, actions[100:]))
+        assert statistics(restored) == statistics(envs)
 
 
 @pytest.mark.parametrize("env_id", ENV_NAMES)
@@ -248,41 +293,6 @@ def test_all_sixteen_games_run_in_easy_and_hard(make, env_id):
         observations, rewards, terminations = play(envs, random_actions(10, 4))
         assert start.std() > 0 and not np.array_equal(observations[-1], start)
         assert np.isfinite(rewards).all() and not terminations.all()
-
-
-PROBE = """
-import os, sys
-from procgen import ProcgenGym3Env
-ProcgenGym3Env(num=1, env_name="maze", num_threads=0)  # loads the images, once for all children
-for pair in sys.argv[1:]:
-    game, mode = pair.split(":")
-    child = os.fork()
-    if child == 0:
-        os.dup2(2, 1)  # Procgen complains on standard output
-        ProcgenGym3Env(num=1, env_name=game, distribution_mode=mode, num_threads=0).observe()
-        os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
-        print(pair, flush=True)
-"""
-
-
-def test_the_modes_listed_for_a_game_are_those_that_procgen_has():
-    """Procgen ends the process when a game lacks a mode, so each pair is tried in a child process."""
-    pairs = [f"{game}:{mode}" for mode in ("easy", "hard", *GAMES_WITH_MODE) for game in ENV_NAMES]
-    probe = subprocess.run([sys.executable, "-c", PROBE, *pairs], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    listed = [pair for pair in pairs if pair.split(":")[0] in GAMES_WITH_MODE.get(pair.split(":")[1], ENV_NAMES)]
-    assert probe.stdout.decode().split() == listed
-    assert GAMES_WITH_MODE["exploration"] == tuple(sorted(EXPLORATION_LEVEL_SEEDS))
-
-
-@pytest.mark.parametrize("mode, env_id", [(mode, game) for mode, games in GAMES_WITH_MODE.items() for game in games])
-def test_every_listed_mode_runs(make, mode, env_id):
-    envs = make(env_id, distribution_mode=mode)
-    start, _ = envs.reset()
-    observations, _, _ = play(envs, random_actions(10, 4))
-    assert not np.array_equal(observations[-1], start)
-    if mode == "exploration":
-        assert {info["level_seed"] for info in envs.procgen.get_info()} == {EXPLORATION_LEVEL_SEEDS[env_id]}
 
 
 def test_options_reach_procgen_also_after_a_reset_with_a_seed(make):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import ppg_procgen
 import ppo_procgen
-from training import ROLLOUT, assert_same_end, train
+from training import ROLLOUT, assert_same_end, both_scripts, train
 
 AGENTS = {
     "ppo": lambda **options: ppo_procgen.Agent(15, **options),
@@ -40,12 +40,13 @@ def relative_error(actual, expected):
 # Initialization
 
 
-def test_normalize_weights_of_a_case_worked_by_hand():
+@both_scripts
+def test_normalize_weights_of_a_case_worked_by_hand(script):
     layer = nn.Linear(2, 2)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[3.0, 4.0], [0.0, -0.5]]))  # norms 5 and 0.5
         layer.bias.fill_(7.0)
-    assert ppo_procgen.normalize_weights(layer, 10.0) is layer
+    assert script.normalize_weights(layer, 10.0) is layer
     assert layer.weight.tolist() == [[6.0, 8.0], [0.0, -10.0]]
     assert layer.bias.tolist() == [0.0, 0.0]
 
@@ -73,8 +74,9 @@ def test_every_unit_starts_with_the_norm_of_its_layer_and_without_bias(make_agen
         assert layer.bias.tolist() == [0.0] * len(norms), name
 
 
-def test_norm_of_a_residual_convolution_is_about_0_639():
-    norms = ppo_procgen.ResidualBlock(4).conv1.weight.flatten(1).norm(dim=1)
+@both_scripts
+def test_norm_of_a_residual_convolution_is_about_0_639(script):
+    norms = script.ResidualBlock(4).conv1.weight.flatten(1).norm(dim=1)
     assert norms.tolist() == pytest.approx([0.639] * 4, abs=5e-4)
 
 
@@ -113,12 +115,13 @@ def test_auxiliary_forward_adds_one_auxiliary_value_each(arch):
     assert logits.shape == (5, 15) and aux_values.shape == (5,) and values.shape == (5,)
 
 
-def test_channels_and_features_of_the_encoder_can_be_chosen():
-    encoder = ppo_procgen.Encoder(channels=(2, 3, 5), features=7)
+@both_scripts
+def test_channels_and_features_of_the_encoder_can_be_chosen(script):
+    encoder = script.Encoder(channels=(2, 3, 5), features=7)
     convolutions = [layer for layer in encoder.stacks if isinstance(layer, nn.Conv2d)]
     assert [(layer.in_channels, layer.out_channels) for layer in convolutions] == [(3, 2), (2, 3), (3, 5)]
     assert encoder(random_observations(2)).shape == (2, 7)
-    assert ppo_procgen.Encoder(channels=(2, 2), features=7)(random_observations(2)).shape == (2, 7)
+    assert script.Encoder(channels=(2, 2), features=7)(random_observations(2)).shape == (2, 7)
 
 
 # The forward pass
@@ -141,19 +144,21 @@ def slow_encoder(parameters, observations):
     return x.clamp(min=0)
 
 
+@both_scripts
 @pytest.mark.parametrize("size", [{}, {"channels": (4, 5, 6), "features": 9}])
-def test_features_agree_with_a_forward_pass_written_out(size):
+def test_features_agree_with_a_forward_pass_written_out(script, size):
     torch.manual_seed(1)
-    encoder, observations = randomize(ppo_procgen.Encoder(**size)), random_observations(3)
+    encoder, observations = randomize(script.Encoder(**size)), random_observations(3)
     with torch.no_grad():
         features, expected = encoder(observations), slow_encoder(encoder.state_dict(), observations)
     assert (expected > 0).any() and (expected == 0).any()
     torch.testing.assert_close(features.double(), expected, rtol=1e-4, atol=1e-4 * expected.max().item())
 
 
-def test_pixels_are_scaled_to_0_to_1():
+@both_scripts
+def test_pixels_are_scaled_to_0_to_1(script):
     seen = []
-    encoder = ppo_procgen.Encoder(channels=(4, 4, 4), features=8)
+    encoder = script.Encoder(channels=(4, 4, 4), features=8)
     encoder.stacks.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     observation = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
     observation[0, 5, 9] = torch.tensor([255, 51, 0])
@@ -187,10 +192,11 @@ def test_heads_are_linear_in_the_features_of_their_encoders(make_agent):
 # bfloat16
 
 
-def test_bfloat16_encoder_gives_nearly_the_same_features_in_float32():
+@both_scripts
+def test_bfloat16_encoder_gives_nearly_the_same_features_in_float32(script):
     torch.manual_seed(3)
-    exact = randomize(ppo_procgen.Encoder(channels=(4, 4, 4), features=16))
-    rounded = ppo_procgen.Encoder(channels=(4, 4, 4), features=16, bfloat16=True)
+    exact = randomize(script.Encoder(channels=(4, 4, 4), features=16))
+    rounded = script.Encoder(channels=(4, 4, 4), features=16, bfloat16=True)
     rounded.load_state_dict(exact.state_dict())
     with torch.no_grad():
         expected, features = exact(random_observations(4)), rounded(random_observations(4))
@@ -209,19 +215,22 @@ def test_parameters_and_gradients_stay_float32_with_bfloat16(make_agent):
     assert {p.grad.dtype for p in agent.encoder.parameters()} == {torch.float32}
 
 
-@pytest.mark.usefixtures("small_agent_in_an_empty_directory")
-def test_compiled_training_runs_every_pass_from_a_graph_and_computes_the_same(monkeypatch):
+def test_compiled_training_runs_every_pass_from_a_graph_and_computes_the_same(monkeypatch, tmp_path):
     # Graphs are recorded as ever, and then run as they are: a compiler would take minutes.
-    compile, graphs = torch.compile, []
+    compile, graphs, runs = torch.compile, [], []
 
     def record(graph, inputs):
         graphs.append(graph)
-        return graph.forward
+        return lambda *inputs: runs.append(graph) or graph(*inputs)
 
-    run_path = train(ppg_procgen, total_timesteps=3 * ROLLOUT)
+    options = dict(channels=(2, 2, 2), total_timesteps=3 * ROLLOUT, run_dir=str(tmp_path))
+    run_path = train(ppg_procgen, run_name="plain", **options)
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=record, dynamic=False))
-    compiled_path = train(ppg_procgen, total_timesteps=3 * ROLLOUT, run_name="compiled", compile=True)
+    compiled_path = train(ppg_procgen, run_name="compiled", compile=True, **options)
 
-    # The search for a compiler, the rollout, the update, π_old, auxiliary minibatches of 4 and of the other 2 segments
-    assert len(graphs) == 6
+    # One each for rollouts (and π_old), updates, and auxiliary minibatches of 4 segments and of the other 2
+    assert len(graphs) == 4
+    # 3 iterations: 8 steps and the observation after them, 2 minibatches. Then π_old of 3 · 8 steps, by the policy's
+    # encoder alone, and 3 epochs of 2 minibatches.
+    assert len(runs) == 2 * 3 * (8 + 1 + 2) + 3 * 8 + 2 * 3 * 2
     assert_same_end(compiled_path, run_path)

@@ -1,440 +1,426 @@
-"""The training loop itself: main() on a small network, with spies on what it calls.
+"""The rollout, and the training loop around the steps of the algorithm: what follows what, with what, how often.
 
-The fixture `train` runs it and returns a Log. 4 environments × 16 steps make a rollout of 64 steps,
-4 segments; 3 rollouts make a phase of 12 segments.
+The steps themselves are tested in test_mathematics.py and test_gradients.py. Here `main` runs on a tiny encoder.
 """
 
-import copy
 import csv
 import itertools
 import math
-from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from procgen import ProcgenGym3Env
 
 import ppg_procgen
 import ppo_procgen
+from training import PPG_SIZES, SIZES, TinyEncoder, both_scripts, load, train
 
-NUM_ENVS, NUM_STEPS, N_PI = 4, 16, 3
-ROLLOUT = NUM_ENVS * NUM_STEPS
-# Random play earns and loses a reward now and then, and dies within some 30 steps.
-GAME = dict(env_id="fruitbot", distribution_mode="hard")
-OPTIONS = GAME | dict(num_envs=NUM_ENVS, num_steps=NUM_STEPS, num_minibatches=2, device="cpu", precision="float32")
-PPG_OPTIONS = dict(n_pi=N_PI, e_aux=2, aux_minibatch_segments=4)
+pytestmark = pytest.mark.usefixtures("small_agent_in_an_empty_directory")
 
-
-class Log:
-    """What a run did, in order; each event knows its iteration, from 1, and its phase."""
-
-    def __init__(self):
-        self.events, self.iteration = [], 1
-        self.rollout_over = self.auxiliary = False
-        self.old_agents = {}  # by iteration: the agent as the policy phase left it
-
-    def add(self, kind, **values):
-        values = {name: x.detach().clone() if torch.is_tensor(x) else x for name, x in values.items()}
-        event = SimpleNamespace(kind=kind, iteration=self.iteration, auxiliary=self.auxiliary, **values)
-        self.events.append(event)
-
-    def of(self, kind, auxiliary=None, iterations=None):
-        """The events of a kind, of one phase and some iterations if asked for."""
-        return [
-            event
-            for event in self.events
-            if event.kind == kind
-            and auxiliary in (None, event.auxiliary)
-            and (iterations is None or event.iteration in iterations)
-        ]
-
-    def played(self):
-        """The observations acted upon, straight from Procgen: [iteration, step, environment, 64, 64, 3]."""
-        observations = np.stack([event.observations for event in self.of("environment")])
-        return observations[:-1].reshape(-1, NUM_STEPS, NUM_ENVS, 64, 64, 3)
-
-    def origins(self, iterations):
-        """observation → (iteration, environment, step), one to one."""
-        played = self.played()
-        places = [(i, env, t) for i in iterations for env in range(NUM_ENVS) for t in range(NUM_STEPS)]
-        origins = {played[i - 1, t, env].tobytes(): (i, env, t) for i, env, t in places}
-        assert len(origins) == len(places)
-        return origins
+# Every number differs from its default and from the others. 3 environments × 8 steps make a rollout.
+OPTIONS = dict(seed=5, num_levels=4, start_level=50, num_envs=3, num_steps=8, num_minibatches=4, microbatch_size=5)
+OPTIONS |= dict(gamma=0.9, gae_lambda=0.6, clip_coef=0.15, ent_coef=0.03, vf_coef=0.7, kl_coef=0.4)
+OPTIONS |= dict(learning_rate=2e-3, max_grad_norm=0.8, total_timesteps=7 * 24 + 1)
+PPG_OPTIONS = dict(n_pi=3, e_pi=2, e_v=1, e_aux=4, beta_clone=1.7, aux_learning_rate=7e-3, aux_minibatch_segments=4)
 
 
-@pytest.fixture
-def train(monkeypatch, tmp_path):
-    def train(script=ppg_procgen, **options):
-        log = Log()
-        run_name = f"run{len(list(tmp_path.iterdir()))}"
-        defaults = OPTIONS | (PPG_OPTIONS if script is ppg_procgen else {}) | dict(total_timesteps=N_PI * ROLLOUT)
-        args = script.Args(**defaults | dict(run_dir=str(tmp_path), run_name=run_name) | options)
-        with monkeypatch.context() as patch:
-            spy(patch, log, script)
-            run_path = script.main(args)
-        with open(run_path / "progress.csv") as file:
-            log.rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-        return log
-
-    return train
+def options_of(script):
+    return OPTIONS | (dict(update_epochs=2) if script is ppo_procgen else PPG_OPTIONS)
 
 
-def spy(patch, log, script):
-    """Have the functions that `script` trains with write to the log."""
-    agent_class, adam_step = script.Agent, torch.optim.Adam.step
+def make_agent(script, *arch):
+    """A tiny agent far from uniform policies."""
+    torch.manual_seed(0)
+    agent = script.Agent(15, *arch, channels=(4, 4, 4), bfloat16=False)
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return agent
 
-    def watch(owner, name, note):
-        original = getattr(owner, name)
 
-        def watched(*args, **kwargs):
-            result = original(*args, **kwargs)
-            note(result, *args, **kwargs)
-            return result
+def watch(patch, owner, name, note):
+    """Have `note(result, *arguments)` called after each call of owner.name."""
+    original = getattr(owner, name)
 
-        patch.setattr(owner, name, watched)
+    def watched(*args, **kwargs):
+        result = original(*args, **kwargs)
+        note(result, *args, **kwargs)
+        return result
 
-    def make_small_agent(*args, **kwargs):
-        log.agent = agent_class(*args, channels=(4, 4, 4), features=16, **kwargs)
-        log.first_agent = copy.deepcopy(log.agent)
-        return log.agent
+    patch.setattr(owner, name, watched)
 
-    def note_environment(observations, rewards=None, terminations=None):
-        if log.rollout_over:
-            log.iteration, log.auxiliary, log.rollout_over = log.iteration + 1, False, False
-        log.add("environment", observations=observations, rewards=rewards, terminations=terminations)
 
-    def note_gae(advantages, rewards, values, starts, gamma, gae_lambda):
-        log.rollout_over = True
-        log.add("gae", advantages=advantages, rewards=rewards, values=values, starts=starts)
+def table(run_path, name):
+    """Its rows, as numbers."""
+    with open(run_path / f"{name}.csv") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
-    def note_policy(loss, log_ratio, advantages, clip_coef, kl_coef):
-        log.add("policy", log_ratio=log_ratio, advantages=advantages, clip_coef=clip_coef, kl_coef=kl_coef)
 
-    def note_forward(outputs, agent, observations, policy=True, value=True):
-        training = torch.is_grad_enabled()
-        log.add("forward", observations=observations, logits=outputs[0], values=outputs[1], training=training)
+def snapshot(agent):
+    return {name: x.clone() for name, x in agent.state_dict().items()}
 
-    def note_auxiliary(outputs, agent, observations):
-        if not log.auxiliary:
-            log.auxiliary = True
-            log.old_agents[log.iteration] = copy.deepcopy(agent)
-        log.observations = observations
 
-    def note_objective(losses, aux_values, value_targets, logits, old_logits, beta_clone):
-        observations = log.observations
-        log.add("objective", observations=observations, targets=value_targets, logits=logits, old_logits=old_logits)
+# The rollout
 
-    def step(optimizer, *args, **kwargs):
-        before = copy.deepcopy(log.agent.state_dict())
-        adam_step(optimizer, *args, **kwargs)
-        changed = {name.split(".")[0] for name, x in log.agent.state_dict().items() if not torch.equal(x, before[name])}
-        log.add("step", optimizer=optimizer, changed=changed)
 
-    patch.setattr(script, "Agent", make_small_agent)
-    patch.setattr(torch.optim.Adam, "step", step)
-    watch(script.ProcgenVecEnv, "reset", lambda result, *_, **__: note_environment(result[0]))
-    watch(script.ProcgenVecEnv, "step", lambda result, *_: note_environment(*result[:3]))
-    watch(script, "gae", note_gae)
-    watch(script, "policy_objective", note_policy)
-    watch(script.F, "mse_loss", lambda loss, values, targets: log.add("value", targets=targets))
+@both_scripts
+def test_each_step_of_a_rollout_holds_what_was_seen_done_and_earned_there(script):
+    """Three rollouts, one after the other, against the same actions played on a bare ProcgenGym3Env."""
+    num_steps, num_envs, seed = 22, 4, 2
+    agent, envs = make_agent(script), script.ProcgenVecEnv("fruitbot", num_envs, seed, "hard")
+    by_hand = ProcgenGym3Env(num=num_envs, env_name="fruitbot", rand_seed=seed, distribution_mode="hard")
+    torch.manual_seed(1)
+    every_reward, every_start = [], []
+    for _ in range(3):
+        obs, actions, logprobs, rewards, values, starts = script.play(agent, envs, num_steps)
+        assert obs.shape == (num_steps, num_envs, 64, 64, 3) and obs.dtype == torch.uint8
+        assert actions.shape == logprobs.shape == rewards.shape == (num_steps, num_envs)
+        assert values.shape == starts.shape == (num_steps + 1, num_envs)
+        for t in range(num_steps + 1):
+            _, seen, firsts = by_hand.observe()
+            with torch.no_grad():
+                logits, expected_values = agent(torch.from_numpy(seen["rgb"]))
+            assert starts[t].tolist() == firsts.tolist()
+            torch.testing.assert_close(values[t], expected_values)
+            if t < num_steps:
+                assert np.array_equal(obs[t], seen["rgb"])
+                log_pi = logits.log_softmax(1)
+                expected = torch.stack([log_pi[env, actions[t, env]] for env in range(num_envs)])
+                torch.testing.assert_close(logprobs[t], expected)
+                by_hand.act(actions[t].numpy())
+                assert rewards[t].tolist() == by_hand.observe()[0].tolist()
+        assert not any(x.requires_grad for x in (obs, actions, logprobs, rewards, values, starts))
+        every_reward.append(rewards)
+        every_start.append(starts)
+    by_hand.close()
+    envs.close()
+
+    starts = torch.stack(every_start)
+    assert starts[0, 0].all() and starts[:, 1:-1].any() and starts[:, -1].any()  # ends in the middle, and at the end
+    assert (torch.cat(every_reward) != 0).any() and values.std() > 0.01
+
+
+@both_scripts
+def test_actions_are_sampled_from_the_policy(script):
+    agent = make_agent(script)
+    with torch.no_grad():
+        agent.policy_head.weight.zero_()
+        agent.policy_head.bias.fill_(-math.inf)
+        agent.policy_head.bias[[4, 9]] = torch.tensor([0.75, 0.25]).log()
+    envs = script.ProcgenVecEnv("bigfish", 16, seed=1)
+    torch.manual_seed(6)
+    _, actions, logprobs, _, _, _ = script.play(agent, envs, 60)
+    envs.close()
+    assert set(actions.unique().tolist()) == {4, 9}
+    assert (actions == 4).float().mean().item() == pytest.approx(0.75, abs=0.04)  # three standard errors of 960 draws
+    assert 0.5 < (actions[0] == 4).float().mean() < 1  # each environment by itself
+    torch.testing.assert_close(logprobs.exp(), torch.where(actions == 4, 0.75, 0.25))
+
+
+# The whole loop
+
+
+def written_out(script, args):
+    """Train as `main` should, without its bookkeeping; returns the agent and the losses of both tables."""
+    torch.manual_seed(args.seed)
+    agent = script.Agent(15, *([args.arch] if script is ppg_procgen else []), channels=args.channels, bfloat16=False)
+    torch.manual_seed(args.seed)
+    levels = dict(distribution_mode=args.distribution_mode, num_levels=args.num_levels, start_level=args.start_level)
+    envs = script.ProcgenVecEnv(args.env_id, num_envs=args.num_envs, seed=args.seed, **levels)
+    normalizer = script.RewardNormalizer(args.num_envs)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-8)
+    progress, auxiliary = [], []
     if script is ppg_procgen:
-        watch(agent_class, "forward", note_forward)
-        watch(agent_class, "auxiliary", note_auxiliary)
-        watch(script, "auxiliary_objective", note_objective)
+        aux_optimizer, buffer = torch.optim.Adam(agent.parameters(), args.aux_learning_rate, eps=1e-8), script.Buffer()
 
-
-def keys(observations):
-    return [observation.tobytes() for observation in np.asarray(observations)]
-
-
-# Rollouts and the minibatches of the policy phase
-
-
-def test_each_value_reward_and_start_stands_at_its_own_step(train):
-    log = train(seed=2, total_timesteps=7 * ROLLOUT, n_pi=7, e_aux=0)
-    steps = log.of("environment")[1:]
-    rewards, terminations = (
-        np.stack([getattr(step, name) for step in steps]).reshape(7, NUM_STEPS, NUM_ENVS)
-        for name in ("rewards", "terminations")
-    )
-    assert rewards.any() and terminations[:-1, -1].any()  # with this seed, episodes end in a rollout's last step too
-
-    acted = [event for event in log.of("forward") if not event.training and event.values is not None]
-    for i, gae in enumerate(log.of("gae")):
-        forwards = acted[i * (NUM_STEPS + 1) : (i + 1) * (NUM_STEPS + 1)]  # the last is for the value after the rollout
-        seen = np.concatenate([log.played()[i], [steps[(i + 1) * NUM_STEPS - 1].observations]])
-        assert np.array_equal(torch.stack([event.observations for event in forwards]), seen)
-        assert torch.equal(torch.stack([event.values for event in forwards]), gae.values)
-
-        begins = np.ones(NUM_ENVS) if i == 0 else terminations[i - 1, -1]
-        assert np.array_equal(gae.starts, np.concatenate([[begins], terminations[i]]))
-        assert np.array_equal(np.sign(gae.rewards), np.sign(rewards[i]))
-
-
-def test_a_minibatch_of_the_policy_phase_is_a_set_of_whole_environments(train):
-    log = train(e_pi=2, e_v=2, microbatch_size=10)
-    for iteration in (1, 2, 3):
-        origins = log.origins([iteration])
-        minibatches = [[]]
-        for event in log.events:
-            if event.iteration == iteration and not event.auxiliary:
-                if event.kind == "forward" and event.training:
-                    minibatches[-1] += [origins[key] for key in keys(event.observations)]
-                elif event.kind == "step":
-                    minibatches.append([])
-
-        assert minibatches.pop() == [] and len(minibatches) == 4
-        for first, second in (minibatches[:2], minibatches[2:]):  # the two epochs
-            assert len({env for _, env, _ in first}) == len({env for _, env, _ in second}) == 2
-            assert sorted(first + second) == sorted(origins.values())
-
-
-def aligned(observations, numbers, expected):
-    """Whether each observation comes with the number that `expected` has for it."""
-    pairs = zip(keys(observations), numbers.tolist(), strict=True)
-    return all(math.isclose(expected[key], number, rel_tol=1e-5, abs_tol=1e-7) for key, number in pairs)
-
-
-def expected_numbers(log, compute):
-    """observation → its entry in compute(event), for every call of gae and what was played."""
-    pairs = zip(log.played(), log.of("gae"), strict=True)
-    return {
-        key: number
-        for observations, event in pairs
-        for key, number in zip(keys(observations.reshape(-1, 64, 64, 3)), compute(event).flatten().tolist())
-    }
-
-
-def targets_of(event):
-    return event.advantages + event.values[:-1]
-
-
-def normalized_advantages(event):
-    advantages = event.advantages.double().numpy()
-    return torch.from_numpy((advantages - advantages.mean()) / (advantages.std() + 1e-8))
-
-
-def test_policy_minibatches_hold_each_observation_with_its_own_advantage_and_target(train):
-    log = train(e_aux=0)
-    targets, advantages = expected_numbers(log, targets_of), expected_numbers(log, normalized_advantages)
-    training = [event for event in log.of("forward") if event.training]
-    assert len(training) == 6
-    for forward, policy, value in zip(training, log.of("policy"), log.of("value"), strict=True):
-        assert aligned(forward.observations, policy.advantages, advantages)
-        assert aligned(forward.observations, value.targets, targets)
-        assert not aligned(forward.observations, policy.advantages.roll(1), advantages)
-
-
-def test_the_first_minibatch_meets_the_very_policy_that_played(train):
-    """log-ratio 0 also says that observations, actions and their log-probabilities belong together."""
-    log = train(learning_rate=5e-3)
-    for iteration in (1, 2, 3):
-        first, second = log.of("policy", iterations=[iteration])
-        assert first.log_ratio.abs().max() < 1e-4
-        assert second.log_ratio.abs().max() > 1e-4
-
-
-def test_policy_objective_gets_the_coefficients_asked_for(train):
-    log = train(clip_coef=0.0, kl_coef=1.0)
-    assert {(event.clip_coef, event.kl_coef) for event in log.of("policy")} == {(0.0, 1.0)}
-    assert all(math.isfinite(row["policy_loss"]) and row["approx_kl"] > 0 for row in log.rows)
-
-
-# Who trains what
-
-
-def test_with_equal_epochs_one_optimizer_trains_policy_and_value_function_together(train):
-    steps = train().of("step", auxiliary=False)
-    assert len(steps) == 6 and len({step.optimizer for step in steps}) == 1
-    assert all(step.changed == {"encoder", "policy_head", "value_encoder", "value_head"} for step in steps)
+    for iteration in range(1, math.ceil(args.total_timesteps / (args.num_envs * args.num_steps)) + 1):
+        global_step = iteration * args.num_envs * args.num_steps
+        obs, actions, logprobs, rewards, values, starts = script.play(agent, envs, args.num_steps)
+        advantages, value_targets, explained = script.targets(rewards, values, starts, normalizer, args)
+        losses = script.update(agent, optimizer, (obs, actions, logprobs, advantages, value_targets), args)
+        losses["losses/explained_variance"] = explained
+        progress.append({"global_step": global_step} | {name.split("/")[1]: x for name, x in losses.items()})
+        if script is ppg_procgen and args.e_aux > 0:
+            buffer.append({"obs": obs, "value_targets": value_targets})
+            if iteration % args.n_pi == 0:
+                buffer.record_old_policy(agent)
+                for epoch in range(1, args.e_aux + 1):
+                    losses = script.auxiliary_epoch(agent, aux_optimizer, buffer, args)
+                    losses = {name.split("/")[1]: x for name, x in losses.items()}
+                    place = {"global_step": global_step, "phase": iteration // args.n_pi, "epoch": epoch}
+                    auxiliary.append(place | losses)
+                buffer = script.Buffer()
+    envs.close()
+    return agent, progress, auxiliary
 
 
 @pytest.mark.parametrize(
-    "arch, value_parts",
+    ("script", "options"),
     [
-        ("dual", {"value_encoder", "value_head"}),
-        ("shared", {"encoder", "value_head"}),
-        ("detach", {"value_head"}),
+        (ppo_procgen, {}),
+        (ppg_procgen, dict(arch="dual")),
+        (ppg_procgen, dict(arch="shared", e_pi=2, e_v=2)),
+        (ppg_procgen, dict(arch="detach")),
+        (ppg_procgen, dict(e_aux=0)),
     ],
+    ids=["ppo", "ppg dual", "ppg shared", "ppg detach", "ppg without auxiliary phases"],
 )
-def test_with_unequal_epochs_the_value_function_trains_first_and_the_policy_after_it(train, arch, value_parts):
-    log = train(arch=arch, e_v=3, e_pi=1)
-    for iteration in (1, 2, 3):
-        events = [e for e in log.events if e.iteration == iteration and not e.auxiliary]
-        # 2 minibatches an epoch: 3 × 2 for the value function, 1 × 2 for the policy
-        order = [event.kind for event in events if event.kind in ("value", "policy", "step")]
-        assert order == ["value", "step"] * 6 + ["policy", "step"] * 2
+def test_main_trains_to_the_bit_as_its_steps_in_their_order_do(script, options):
+    options = options_of(script) | options
+    args = script.Args(**SIZES | options)
+    run_path = train(script, **options)
+    agent, progress, auxiliary = written_out(script, args)
 
-        steps = [event for event in events if event.kind == "step"]
-        assert all(step.changed == value_parts for step in steps[:6])
-        assert all(step.changed == {"encoder", "policy_head"} for step in steps[6:])
-
-    value_optimizers, policy_optimizers = (
-        {step.optimizer for i in (1, 2, 3) for step in log.of("step", False, [i])[part]}
-        for part in (slice(6), slice(6, None))
-    )
-    assert len(value_optimizers) == len(policy_optimizers) == 1 and value_optimizers != policy_optimizers
+    trained = load(run_path)["agent"]
+    assert trained.keys() == agent.state_dict().keys()
+    assert [name for name, x in agent.state_dict().items() if not torch.equal(x, trained[name])] == []
+    rows = load(run_path)["tables"]
+    assert len(rows["progress"]) == 8
+    charts = ("episodic_return", "episodic_length", "episodes", "SPS")
+    assert [{name: x for name, x in row.items() if name not in charts} for row in rows["progress"]] == progress
+    assert rows["auxiliary"] == auxiliary and len(auxiliary) == (8 if options.get("e_aux") else 0)
 
 
-def test_the_auxiliary_phase_trains_everything_with_an_adam_of_its_own(train):
-    log = train(aux_learning_rate=1e-3)
-    auxiliary, policy = log.of("step", auxiliary=True), log.of("step", auxiliary=False)
-    assert len(auxiliary) == 6 and len({step.optimizer for step in auxiliary}) == 1
-    assert auxiliary[0].optimizer is not policy[0].optimizer
-    everything = {"encoder", "policy_head", "aux_value_head", "value_encoder", "value_head"}
-    # At the first step π is π_old: nothing pulls at the policy head yet.
-    assert set.union(*(step.changed for step in auxiliary)) == everything
-    rates = [step.optimizer.param_groups[0]["lr"] for step in (auxiliary[0], policy[0])]
-    assert rates == [1e-3, 5e-4]
+@both_scripts
+def test_the_files_hold_the_tables(script):
+    run_path = train(script, **options_of(script))
+    tables = load(run_path)["tables"]
+    names = ["progress", "auxiliary"] if script is ppg_procgen else ["progress"]
+    for name in names:
+        assert table(run_path, name) == [pytest.approx(row, nan_ok=True) for row in tables[name]]
+        assert len(tables[name]) > 0
+
+
+# Who trains when
+
+
+@both_scripts
+def test_each_phase_trains_with_an_adam_of_its_own_and_its_own_step_size(script, monkeypatch):
+    """The first step of an Adam moves parameters by its step size; later ones depend on what it saw before."""
+    agents, moves = [], []
+    watch(monkeypatch, script, "play", lambda result, agent, *_: agents.append(snapshot(agent)))
+    watch(monkeypatch, script, "update", lambda result, agent, *_: agents.append(snapshot(agent)))
+    options = dict(num_minibatches=1, learning_rate=2e-3, total_timesteps=2 * 16)
+    if script is ppg_procgen:
+        options |= dict(n_pi=1, e_aux=1, aux_learning_rate=7e-3, aux_minibatch_segments=100)
+        watch(monkeypatch, script, "auxiliary_epoch", lambda result, agent, *_: agents.append(snapshot(agent)))
+    else:
+        options |= dict(update_epochs=1)
+    run_path = train(script, **options)
+
+    for before, after in itertools.pairwise(agents):
+        moves.append(max((x - y).abs().max().item() for x, y in zip(before.values(), after.values())))
+    state = load(run_path)
+    assert moves[0] == pytest.approx(2e-3, rel=1e-3)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 2e-3
+    steps = [{x["step"].item() for x in state["optimizer"]["state"].values()}]
+    if script is ppg_procgen:
+        assert moves[1] == pytest.approx(7e-3, rel=1e-3)
+        assert state["aux_optimizer"]["param_groups"][0]["lr"] == 7e-3
+        steps.append({x["step"].item() for x in state["aux_optimizer"]["state"].values()})
+        # The policy phase's Adam knows nothing of the auxiliary value head.
+        assert len(state["aux_optimizer"]["state"]) == len(state["optimizer"]["state"]) + 2
+    assert steps == [{2}] * len(steps)
+    for name in ("optimizer", "aux_optimizer")[: len(steps)]:
+        group = state[name]["param_groups"][0]
+        assert (group["eps"], group["betas"], group["weight_decay"]) == (1e-8, (0.9, 0.999), 0)
 
 
 @pytest.mark.parametrize("arch", ["dual", "shared", "detach"])
-def test_every_architecture_trains_from_end_to_end(train, arch):
-    log = train(arch=arch)
-    always = [name for name in log.rows[0] if not name.startswith("aux_") and not name.startswith("episodic_")]
-    assert all(math.isfinite(row[name]) for row in log.rows for name in always)
-    assert all(math.isfinite(value) for name, value in log.rows[-1].items() if name.startswith("aux_"))
+def test_training_leaves_the_auxiliary_head_alone_until_the_auxiliary_phase(arch, monkeypatch):
+    moved, agents = [], []
 
-    for (name, before), after in zip(log.first_agent.named_parameters(), log.agent.parameters(), strict=True):
-        assert torch.isfinite(after).all() and not torch.equal(before, after), name
-    assert (log.agent.value_encoder is not None) == (arch == "dual")
+    def note(phase, agent):
+        if agents:
+            before, after = agents[-1], agent.state_dict()
+            moved.append((phase, {name.split(".")[0] for name in after if not torch.equal(before[name], after[name])}))
+        agents.append(snapshot(agent))
 
-
-# The auxiliary phase
-
-
-def test_the_old_policy_is_what_the_policy_phase_left_and_stays_put(train):
-    log = train(total_timesteps=2 * N_PI * ROLLOUT, aux_learning_rate=5e-3)
-    for iteration in (3, 6):
-        events = log.of("objective", iterations=[iteration])
-        assert len(events) == 6
-        with torch.no_grad():
-            for event in events:
-                expected, _ = log.old_agents[iteration](event.observations)
-                assert torch.allclose(event.old_logits, expected, atol=1e-5)
-        # while the policy itself moves
-        assert not torch.allclose(events[-1].logits, events[-1].old_logits, atol=1e-3)
+    watch(monkeypatch, ppg_procgen, "play", lambda result, agent, *_: agents or note("play", agent))
+    watch(monkeypatch, ppg_procgen, "update", lambda result, agent, *_: note("policy", agent))
+    watch(monkeypatch, ppg_procgen, "auxiliary_epoch", lambda result, agent, *_: note("auxiliary", agent))
+    train(ppg_procgen, arch=arch, n_pi=2, e_aux=2, total_timesteps=4 * 16)
+    parts = {"encoder", "policy_head", "value_head"} | ({"value_encoder"} if arch == "dual" else set())
+    phase = [("policy", parts)] * 2 + [("auxiliary", parts | {"aux_value_head"})] * 2
+    assert moved == phase * 2
+    assert {name.split(".")[0] for name in agents[0]} == parts | {"aux_value_head"}
 
 
-@pytest.mark.parametrize("per_minibatch, sizes", [(4, [4, 4, 4]), (5, [5, 5, 2]), (100, [12])])
-def test_every_segment_is_seen_once_an_epoch(train, per_minibatch, sizes):
-    log = train(total_timesteps=2 * N_PI * ROLLOUT, aux_minibatch_segments=per_minibatch, microbatch_size=24)
-    for iterations in ((1, 2, 3), (4, 5, 6)):
-        origins = log.origins(iterations)
-        minibatches = [[]]
-        for event in log.events:
-            if event.auxiliary and event.iteration == iterations[-1]:
-                if event.kind == "objective":
-                    minibatches[-1] += [origins[key] for key in keys(event.observations)]
-                elif event.kind == "step":
-                    minibatches.append([])
+def test_the_old_policy_is_what_the_policy_phase_left_and_stays_put(monkeypatch):
+    left, epochs, old_agent = [], [], make_agent(ppg_procgen, "dual")
 
-        assert minibatches.pop() == []
-        epochs = minibatches[: len(sizes)], minibatches[len(sizes) :]
-        for epoch in epochs:
-            assert sorted(itertools.chain(*epoch)) == sorted(origins.values())
-            steps_seen = [Counter((i, env) for i, env, _ in minibatch) for minibatch in epoch]
-            assert [len(counter) for counter in steps_seen] == sizes
-            assert all(set(counter.values()) == {NUM_STEPS} for counter in steps_seen)
-        assert epochs[0] != epochs[1]  # each epoch in an order of its own
+    def note(result, agent, optimizer, buffer, args):
+        old_agent.load_state_dict(left[-1])
+        for rollout in buffer:
+            with torch.no_grad():
+                expected, new = (x(rollout["obs"].flatten(0, 1))[0] for x in (old_agent, agent))
+            old_logits = rollout["old_logits"].flatten(0, 1)
+            epochs.append((torch.allclose(old_logits, expected, atol=1e-5), torch.allclose(old_logits, new, atol=1e-4)))
+
+    watch(monkeypatch, ppg_procgen, "update", lambda result, agent, *_: left.append(snapshot(agent)))
+    watch(monkeypatch, ppg_procgen, "auxiliary_epoch", note)
+    train(ppg_procgen, total_timesteps=6 * 16, aux_learning_rate=7e-3)
+    assert epochs == [(True, False)] * 2 * 3 * 3  # phases, epochs, rollouts
 
 
-def test_value_targets_stay_with_their_observations(train):
-    log = train(total_timesteps=2 * N_PI * ROLLOUT)
-    expected = expected_numbers(log, targets_of)
-    events = log.of("objective")
-    assert len(events) == 12
-    assert all(aligned(event.observations, event.targets, expected) for event in events)
-
-    # Shifted by an environment or by a step, none would pass.
-    for dim in (0, 1):
-        shifted = expected_numbers(log, lambda event, dim=dim: targets_of(event).roll(1, dim))
-        assert not any(aligned(event.observations, event.targets, shifted) for event in events)
-
-
-def test_true_value_head_and_auxiliary_head_learn_the_same_targets(train):
-    log = train()
-    auxiliary = [event for event in log.events if event.auxiliary and event.kind in ("objective", "value")]
-    # Per minibatch: the squared error inside auxiliary_objective, that objective, the value head's squared error.
-    assert [event.kind for event in auxiliary] == ["value", "objective", "value"] * 6
-    assert all(torch.equal(x.targets, y.targets) for x, y in itertools.pairwise(auxiliary) if x.kind != "value")
+def test_an_auxiliary_phase_has_the_observations_and_targets_of_its_own_rollouts(monkeypatch):
+    played, aimed_at, seen = [], [], []
+    watch(monkeypatch, ppg_procgen, "play", lambda result, *_: played.append(result[0].clone()))
+    watch(monkeypatch, ppg_procgen, "targets", lambda result, *_: aimed_at.append(result[1].clone()))
+    watch(
+        monkeypatch,
+        ppg_procgen,
+        "auxiliary_epoch",
+        lambda result, agent, optimizer, buffer, args: seen.append([*buffer]),
+    )
+    train(ppg_procgen, total_timesteps=6 * 16)
+    assert len(played) == 6 and len(seen) == 2 * 3
+    for k, buffer in enumerate(seen):
+        phase = slice(0, 3) if k < 3 else slice(3, 6)
+        for rollout, obs, value_targets in zip(buffer, played[phase], aimed_at[phase], strict=True):
+            assert torch.equal(rollout["obs"], obs) and torch.equal(rollout["value_targets"], value_targets)
 
 
-def divergence_after(log):
-    """Mean KL(π_old ‖ π) over what was played, of the policy before and after the auxiliary phase."""
-    observations = torch.from_numpy(log.played().reshape(-1, 64, 64, 3))
-    with torch.no_grad():
-        old, new = (agent(observations)[0].log_softmax(1) for agent in (log.old_agents[3], log.agent))
-    return (old.exp() * (old - new)).sum(1).mean().item()
+# The phases
 
 
-def test_beta_clone_holds_the_policy_in_place(train):
-    strong, none = (divergence_after(train(beta_clone=beta, e_aux=6, aux_learning_rate=5e-3)) for beta in (1000.0, 0.0))
-    assert strong < 1e-4 and none > 10 * strong
+def places(run_path):
+    return [(row["global_step"], row["phase"], row["epoch"]) for row in table(run_path, "auxiliary")]
 
 
-def test_the_auxiliary_phase_follows_every_n_pi_iterations_and_not_a_remainder(train):
+def test_the_auxiliary_phase_follows_every_n_pi_iterations_and_not_a_remainder():
     """One step more than seven rollouts is asked for: eight are played, and none is dropped."""
-    log = train(total_timesteps=7 * ROLLOUT + 1)
-    assert [row["global_step"] for row in log.rows] == [ROLLOUT * i for i in range(1, 9)]
-    assert len(log.of("gae")) == 8 and len(log.of("environment")) == 8 * NUM_STEPS + 1
-    assert {event.iteration for event in log.events if event.auxiliary} == {3, 6}
-
-    assert [row["aux_epochs"] for row in log.rows] == [0, 0, 2, 0, 0, 2, 0, 0]
-    columns = [f"aux_{loss}_{epoch}" for loss in ("value_loss", "kl", "true_value_loss") for epoch in ("first", "last")]
-    for row in log.rows:
-        assert all(math.isfinite(row[column]) == (row["aux_epochs"] > 0) for column in columns)
-
-
-def test_no_auxiliary_phase_when_training_ends_before_it(train):
-    log = train(total_timesteps=2 * ROLLOUT)
-    assert len(log.rows) == 2 and not any(event.auxiliary for event in log.events)
+    run_path = train(ppg_procgen, n_pi=3, e_aux=2, total_timesteps=7 * 16 + 1)
+    progress, auxiliary = table(run_path, "progress"), table(run_path, "auxiliary")
+    assert [row["global_step"] for row in progress] == [16 * i for i in range(1, 9)]
+    assert places(run_path) == [(48, 1, 1), (48, 1, 2), (96, 2, 1), (96, 2, 2)]
+    assert list(auxiliary[0]) == ["global_step", "phase", "epoch", "aux_value_loss", "aux_kl", "true_value_loss"]
+    assert all(math.isfinite(x) for row in auxiliary for x in row.values())
+    state = load(run_path)
+    assert state["iteration"] == 8 and len(state["processes"][0]["buffer"]["rollouts"]) == 2  # of the cut phase
 
 
-def test_no_auxiliary_phase_with_no_epochs(train):
-    log = train(e_aux=0)
-    assert not any(event.auxiliary for event in log.events)
-    assert len(log.of("step")) == 6 and [row["aux_epochs"] for row in log.rows] == [0, 0, 0]
+@both_scripts
+def test_a_whole_number_of_rollouts_is_played_to_the_step(script):
+    progress = table(train(script, total_timesteps=3 * 16), "progress")
+    assert [row["global_step"] for row in progress] == [16, 32, 48]
 
 
-@pytest.mark.parametrize("limit, epochs", [(None, 3), (1e9, 3), (0.0, 1)])
-def test_the_auxiliary_phase_ends_with_the_epoch_that_passes_the_limit(train, limit, epochs):
-    log = train(total_timesteps=4 * ROLLOUT, n_pi=2, e_aux=3, aux_kl_limit=limit)
-    assert [row["aux_epochs"] for row in log.rows] == [0, epochs, 0, epochs]
-    assert len(log.of("objective")) == 2 * epochs * 2  # 2 minibatches of 4 segments
-    assert all(row["aux_kl_last"] > 0 for row in log.rows if row["aux_epochs"])
+def test_an_auxiliary_phase_at_the_end_of_training_is_not_left_out():
+    run_path = train(ppg_procgen, n_pi=2, e_aux=3, total_timesteps=2 * 16)
+    assert places(run_path) == [(32, 1, 1), (32, 1, 2), (32, 1, 3)]
+    assert load(run_path)["processes"][0]["buffer"] == {"rollouts": [], "aux_epochs": 0}
 
 
-# progress.csv
+@pytest.mark.parametrize("options", [dict(total_timesteps=2 * 16), dict(total_timesteps=7 * 16, e_aux=0)])
+def test_no_auxiliary_phase_when_training_ends_before_it_or_it_has_no_epochs(options, monkeypatch):
+    epochs = []
+    watch(monkeypatch, ppg_procgen, "auxiliary_epoch", lambda *_: epochs.append(1))
+    run_path = train(ppg_procgen, **options)
+    assert len(table(run_path, "progress")) == options["total_timesteps"] // 16
+    assert epochs == [] and load(run_path)["tables"]["auxiliary"] == []
 
 
-@pytest.mark.parametrize("script", [ppo_procgen, ppg_procgen])
-def test_episodic_return_is_the_mean_of_the_last_hundred_episodes_in_plain_rewards(train, script):
-    options = dict(update_epochs=1) if script is ppo_procgen else dict(e_aux=0)
-    log = train(script, num_envs=16, num_steps=64, total_timesteps=5 * 1024, **options)
+def test_without_auxiliary_phases_no_observation_is_kept():
+    run_path = train(ppg_procgen, e_aux=0, total_timesteps=2 * 16)
+    assert load(run_path)["processes"][0]["buffer"]["rollouts"] == []
 
-    returns, lengths = np.zeros(16), np.zeros(16)
-    finished = []  # (return, length) of every episode, in the order in which they ended
-    counts = []
-    for t, event in enumerate(log.of("environment")[1:], start=1):
-        returns += event.rewards
-        lengths += 1
-        for env in np.flatnonzero(event.terminations):
-            finished.append((returns[env], lengths[env]))
-            returns[env] = lengths[env] = 0
+
+def test_the_auxiliary_phase_ends_with_the_epoch_that_passes_the_limit():
+    options = dict(n_pi=2, e_aux=4, total_timesteps=4 * 16, aux_minibatch_segments=1, beta_clone=0.0)
+    first = table(train(ppg_procgen, run_name="no_limit", **options), "auxiliary")[:4]
+    kls = [row["aux_kl"] for row in first]
+    assert 0 < kls[0] < kls[1]
+    for limit, epochs in ((1e9, [1, 2, 3, 4]), ((kls[0] + kls[1]) / 2, [1, 2]), (0.0, [1])):
+        run_path = train(ppg_procgen, run_name=f"limit_{limit}", aux_kl_limit=limit, **options)
+        assert [epoch for _, phase, epoch in places(run_path) if phase == 1] == epochs
+        assert places(run_path)[len(epochs)][1:] == (2, 1)  # and the next phase begins anew
+
+
+# What is played
+
+
+def recorded(patch, script):
+    """Every environment that training makes, with what it showed and drew."""
+    made = []
+
+    class Recorded(script.ProcgenVecEnv):
+        def __init__(self, *args, **kwargs):
+            made.append(self)
+            self.rewards, self.ends = [], []
+            super().__init__(*args, **kwargs)
+            self.first_observations = self.observations
+            self.level_seeds = {info["level_seed"] for info in self.procgen.get_info()}
+
+        def step(self, actions):
+            result = super().step(actions)
+            self.rewards.append(result[1])
+            self.ends.append(result[2])
+            self.level_seeds |= {info["level_seed"] for info in self.procgen.get_info()}
+            return result
+
+    patch.setattr(script, "ProcgenVecEnv", Recorded)
+    return made
+
+
+@both_scripts
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(env_id="fruitbot", distribution_mode="hard", num_levels=3, start_level=50, seed=4),
+        dict(env_id="bossfight", distribution_mode="easy", num_levels=2, seed=9),
+        dict(env_id="fruitbot", distribution_mode="easy", seed=3),
+    ],
+)
+def test_training_plays_the_game_in_the_mode_and_on_the_levels_asked_for(script, options, monkeypatch):
+    made = recorded(monkeypatch, script)
+    train(script, num_envs=4, num_steps=128, total_timesteps=3 * 512, **options)
+    (envs,) = made
+    assert np.sum(envs.ends) >= 8
+    num_levels, start_level = options.get("num_levels", 0), options.get("start_level", 0)
+    if num_levels:
+        assert envs.level_seeds == set(range(start_level, start_level + num_levels))
+    else:
+        assert len(envs.level_seeds) >= 12 and max(envs.level_seeds) > 1_000_000
+
+    games = dict(env_name=options["env_id"], distribution_mode=options["distribution_mode"], rand_seed=options["seed"])
+    by_hand = ProcgenGym3Env(num=4, num_levels=num_levels, start_level=start_level, **games)
+    assert np.array_equal(envs.first_observations, by_hand.observe()[1]["rgb"])
+    by_hand.close()
+
+
+@both_scripts
+def test_episodic_return_is_the_mean_of_the_last_hundred_episodes_in_plain_rewards(script, monkeypatch):
+    made = recorded(monkeypatch, script)
+    monkeypatch.setattr(script, "update", lambda *_: {"losses/policy_loss": 0.0})  # nothing has to be learned here
+    options = dict(e_aux=0) if script is ppg_procgen else {}
+    run_path = train(script, num_envs=16, num_steps=64, total_timesteps=5 * 1024, **options)
+    rows, (envs,) = table(run_path, "progress"), made
+
+    returns, lengths = [0.0] * 16, [0] * 16
+    finished, counts = [], []  # (return, length) of every episode, in the order in which they ended
+    for t, (rewards, ends) in enumerate(zip(envs.rewards, envs.ends, strict=True), start=1):
+        for env in range(16):
+            returns[env], lengths[env] = returns[env] + rewards[env], lengths[env] + 1
+            if ends[env]:
+                finished.append((returns[env], lengths[env]))
+                returns[env], lengths[env] = 0.0, 0
         if t % 64 == 0:
-            row = log.rows[t // 64 - 1]
-            mean_return, mean_length = np.mean(finished[-100:], axis=0) if finished else (math.nan, math.nan)
-            assert row["episodic_return"] == pytest.approx(mean_return, nan_ok=True)
-            assert row["episodic_length"] == pytest.approx(mean_length, nan_ok=True)
+            mean_return, mean_length = np.mean(finished[-100:], axis=0)
+            assert rows[t // 64 - 1]["episodic_return"] == pytest.approx(mean_return)
+            assert rows[t // 64 - 1]["episodic_length"] == pytest.approx(mean_length)
             counts.append(len(finished))
+    assert [row["episodes"] for row in rows] == counts
+    assert counts[-1] > 110 and np.mean(finished, axis=0)[0] != pytest.approx(rows[-1]["episodic_return"])
 
-    assert [row["episodes"] for row in log.rows] == counts
-    assert counts[-1] > 110 and np.mean(finished, axis=0)[0] != pytest.approx(log.rows[-1]["episodic_return"])
+
+@both_scripts
+def test_episodic_return_is_empty_before_an_episode_has_ended(script):
+    (row,) = table(train(script, total_timesteps=16), "progress")
+    assert math.isnan(row["episodic_return"]) and math.isnan(row["episodic_length"]) and row["episodes"] == 0
 
 
-@pytest.mark.parametrize("script", [ppo_procgen, ppg_procgen])
-def test_episodic_return_is_empty_before_an_episode_has_ended(train, script):
-    log = train(script, total_timesteps=ROLLOUT, num_steps=16)
-    assert math.isnan(log.rows[0]["episodic_return"]) and log.rows[0]["episodes"] == 0
+def test_the_tiny_encoder_stands_in_for_the_one_that_trains():
+    assert ppg_procgen.Encoder is ppo_procgen.Encoder is TinyEncoder
+    assert PPG_SIZES["n_pi"] == 3 and SIZES["num_envs"] * SIZES["num_steps"] == 16  # what these tests count on
