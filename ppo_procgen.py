@@ -276,9 +276,9 @@ class ProcgenVecEnv(VectorEnv):
         return state | {"games": self.procgen.get_state(), "num_episodes": self.num_episodes}
 
     def load_state_dict(self, state):
-        state = {name: x.numpy() if torch.is_tensor(x) else x for name, x in state.items()}
+        state = {name: np.array(x) if torch.is_tensor(x) else x for name, x in state.items()}
         self.procgen.set_state(state.pop("games"))
-        self.last_episodes.extend(state.pop("last_episodes"))
+        self.last_episodes = deque(state.pop("last_episodes"), maxlen=self.last_episodes.maxlen)
         vars(self).update(state)
 
     def close_extras(self, **kwargs):
@@ -511,7 +511,9 @@ class Run:
         self.progress = tqdm(initial=part["global_step"], total=total, **pace, **look)
         shared["agent"].policy_head.register_forward_hook(self.redraw)
         self.start_time, self.start, self.saved = time.time(), self.iteration, self.iteration
-        self.handlers = {s: signal.signal(s, self.on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+        signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signums}
 
     def load(self):
         try:  # weights_only: a checkpoint from a stranger runs no code
@@ -545,10 +547,11 @@ class Run:
             sys.exit(128 + signums[0])
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal is None:
+            self.stop_signal, self.stop_time = signum, time.monotonic()
+            os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
+        elif time.monotonic() > self.stop_time + 2:  # a job that is stopped signals launcher and workers: these, twice
             os._exit(128 + signum)
-        self.stop_signal = signum
-        os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
 
     def show(self, phase):
         self.progress.set_description_str(phase, refresh=False)

@@ -269,6 +269,19 @@ def test_a_restored_state_goes_on_exactly_in_a_fresh_environment(make, env_id):
         assert trajectory[2].sum() > 1  # it went on across ends of episodes too
 
 
+def test_a_state_can_be_loaded_again_and_replaces_what_was_there(make):
+    envs, restored = make("starpilot", 8, seed=1), make("starpilot", 8, seed=2)
+    actions = random_actions(300, 8)
+    play(envs, actions[:150])
+    state, expected = envs.state_dict(), statistics(envs)
+    assert expected[2]
+    for _ in range(2):  # the second time, into an environment that has finished episodes of its own
+        restored.load_state_dict(state)
+        assert statistics(restored) == expected
+        play(restored, actions[150:])
+        assert statistics(restored) != expected
+
+
 def test_a_state_survives_a_file_and_what_is_played_after_it(make, tmp_path):
     """torch.save takes it, weights_only loads it, and it stays what it was."""
     envs, restored = make("starpilot", 8, seed=1), make("starpilot", 8, seed=2)

@@ -1,6 +1,7 @@
 """Nothing is lost: kills, signals, crashes, foreign checkpoints, numbers that are not finite, two writers."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,15 +291,42 @@ def test_a_signal_in_the_last_iteration_leaves_a_finished_run(monkeypatch, scrip
     assert f"{path} has {ROLLOUT * 2} steps" in capfd.readouterr().out
 
 
-def two_signals(script):
+def two_signals(script, seconds_apart):
+    clock = itertools.count(step=seconds_apart)
+    script.time = SimpleNamespace(time=time.time, monotonic=lambda: next(clock))
     script.gae = sending_at_call(script, "gae", 3, signal.SIGTERM, signal.SIGINT)
 
 
 @both_scripts
 def test_a_second_signal_stops_at_once_and_leaves_the_last_checkpoint_whole(script):
-    process = start(script, two_signals, run_name="run", total_timesteps=ROLLOUT * 7)
+    prepare = functools.partial(two_signals, seconds_apart=3)
+    process = start(script, prepare, run_name="run", total_timesteps=ROLLOUT * 7)
     assert exit_code(process) == 128 + signal.SIGINT
     assert load("runs/run")["iteration"] == 2 and len(rows("runs/run")) == 2
+
+
+@both_scripts
+def test_signals_within_two_seconds_are_one_request_to_stop(script):
+    prepare = functools.partial(two_signals, seconds_apart=1)
+    process = start(script, prepare, run_name="run", total_timesteps=ROLLOUT * 7)
+    assert exit_code(process) == 128 + signal.SIGTERM
+    assert load("runs/run")["iteration"] == len(rows("runs/run")) == 3
+
+
+@both_scripts
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_nohup_ignores_it(monkeypatch, script):
+    monkeypatch.setattr(script, "gae", sending_at_call(script, "gae", 2, signal.SIGHUP))
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            train(script, run_name="stopped", total_timesteps=ROLLOUT * 7)
+        assert stop.value.code == 128 + signal.SIGHUP and load("runs/stopped")["iteration"] == 2
+
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        monkeypatch.setattr(script, "gae", sending_at_call(script, "gae", 2, signal.SIGHUP))
+        assert load(train(script, run_name="ignored", total_timesteps=ROLLOUT * 7))["iteration"] == 7
+    finally:
+        signal.signal(signal.SIGHUP, handler)
 
 
 def tell_when_listening(script):
