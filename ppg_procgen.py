@@ -10,7 +10,7 @@
 
 When policy and value function share an encoder, each gains from what the other learns; but their
 gradients interfere there, and both must train for equally many epochs, though the value function could
-use many more over the same data. PPG keeps the gain and avoids both costs by taking turns:
+use many more over the same data. PPG keeps the gain and avoids both costs by alternating two phases:
 
 - the policy phase: N_π iterations of PPO, each a rollout and an update on it, in which policy and
   value function have an encoder each (`--arch shared` and `detach`: one for both);
@@ -22,7 +22,7 @@ use many more over the same data. PPG keeps the gain and avoids both costs by ta
 | -------------------------- | -------------------------------- | -------------------------- |
 | policy head                | clipped objective, entropy bonus | β_clone · KL(π_old ‖ π)    |
 | auxiliary value head       | nothing                          | ½ (V_aux − V_targ)²        |
-| policy encoder, below both | what the policy head learns      | what both heads learn      |
+| policy encoder, below both | the policy head's loss           | both heads' losses         |
 | value encoder and head     | ½ (V − V_targ)²                  | ½ (V − V_targ)²            |
 
     uv run ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
@@ -61,7 +61,7 @@ from torch.distributions import Categorical, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# torchrun starts several processes and numbers them; a script that is started alone is the first of one.
+# torchrun starts several processes and numbers them; a script started alone is process 0 of 1.
 RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE, LOCAL_WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -81,7 +81,7 @@ class ProblemArgs:
 
 @dataclass
 class PPOArgs:
-    num_minibatches: int = 8  # minibatches per epoch
+    num_minibatches: int = 8  # minibatches per epoch, in each process
     learning_rate: float = 5e-4  # Adam's step size
     gamma: float = 0.999  # γ, the discount
     gae_lambda: float = 0.95  # λ of generalized advantage estimation
@@ -96,12 +96,12 @@ class PPOArgs:
 class PPGArgs:
     n_pi: int = 32  # N_π, iterations in a policy phase
     e_pi: int = 1  # E_π, epochs of the policy over each rollout
-    e_v: int = 1  # E_V, epochs of the value function over each rollout; if it is not E_π, they all come first
+    e_v: int = 1  # E_V, epochs of the value function over each rollout; if E_V ≠ E_π, they all precede the policy's
     e_aux: int = 6  # E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase
     beta_clone: float = 1.0  # β_clone, weight of KL(π_old ‖ π) in the auxiliary phase
     aux_minibatch_segments: int = 4  # segments in a minibatch of the auxiliary phase, in each process
     aux_learning_rate: float = 5e-4  # Adam's step size in the auxiliary phase
-    aux_kl_limit: float | None = None  # end an auxiliary phase once an epoch's mean KL passes this (try 0.02)
+    aux_kl_limit: float | None = None  # end an auxiliary phase after an epoch whose mean KL passes this (try 0.02)
     arch: Literal["dual", "shared", "detach"] = "dual"  # two encoders; one; one closed to the policy phase's value loss
     buffer_device: Literal["auto", "cpu"] = "auto"  # where observations wait for the auxiliary phase; auto: --device
 
@@ -110,7 +110,7 @@ class PPGArgs:
 class MachineArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, when there is
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the encoder; auto: bfloat16 if hardware has it
-    microbatch_size: int | None = None  # samples per pass of the network; None: 64 on a CPU, a minibatch on a GPU
+    microbatch_size: int | None = None  # samples per training pass; None: 64 on a CPU, a minibatch on a GPU
     compile: bool = False  # torch.compile the encoder, meant for GPUs: slow to start
     run_dir: str = "runs"  # directory that holds the runs
     run_name: str | None = None  # directory of this run in run_dir; None: <env_id>__<script>__<seed>__<time>
@@ -134,8 +134,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        # 3 stacks of 2 blocks each add to the features: a block's gain is 1/√3/√2, so that the sum
-        # does not grow. The block's two convolutions multiply theirs: each has the root of it.
+        # 3 stacks of 2 blocks each add to the features: a block's gain is 1/√3/√2, so that the sum does
+        # not grow. Its two convolutions' gains multiply, so each gets the square root.
         norm = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
         self.conv1 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
         self.conv2 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
@@ -386,16 +386,16 @@ def update(agent, optimizer, rollout, args):
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
                 log_ratio = policy.log_prob(mb_actions) - mb_logprobs
-                clip_loss = policy_loss(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
+                surrogate_loss = policy_loss(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
                 entropy = policy.entropy().mean()
                 value_loss = args.vf_coef * F.mse_loss(values, mb_value_targets)
-                losses = {"policy": clip_loss - args.ent_coef * entropy, "value": value_loss}
+                losses = {"policy": surrogate_loss - args.ent_coef * entropy, "value": value_loss}
                 (sum(losses[name] for name in trained) * share).backward()
 
                 with torch.no_grad():
                     approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
                     clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
-                    sums = share * torch.stack([clip_loss, entropy, approx_kl, clipfrac])
+                    sums = share * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums * ("policy" in trained)
                     value_sum += share * value_loss * ("value" in trained)
             norm_sum += step(agent, optimizer, args.max_grad_norm)  # with the gradient of the whole minibatch
@@ -408,8 +408,8 @@ def update(agent, optimizer, rollout, args):
 
 
 class Buffer(list):
-    """The rollouts of a phase, dicts of [num_steps, num_envs, ...]. Its length, 0 to N_π, and its count of
-    auxiliary epochs, 0 to E_aux, say how far the phase is: a resumed run needs no more."""
+    """The rollouts of a policy phase for its auxiliary phase, dicts of [num_steps, num_envs, ...]. Its length, 0 to
+    N_π, and its count of auxiliary epochs, 0 to E_aux, tell a resumed run where to go on."""
 
     aux_epochs = 0
 
@@ -470,8 +470,8 @@ def main(args):
     if args.compile:
         agent.apply(lambda module: isinstance(module, Encoder) and module.compile(dynamic=False))
 
-    # The auxiliary phase has an Adam of its own, as its gradients differ in scale. Adam skips parameters that no
-    # loss reaches (they have no gradient), so one is enough for policy and value function.
+    # The auxiliary phase has an Adam of its own, as its gradients differ in scale. Policy and value function can
+    # share one even in epochs that train only one of them: Adam skips parameters without a gradient.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
@@ -483,7 +483,7 @@ def main(args):
 
     while True:
         # Policy phase: N_π iterations of PPO. The auxiliary value head learns nothing here, and no value
-        # gradient reaches the policy's encoder (unless `shared`).
+        # gradient reaches the policy's encoder (but with `--arch shared`).
         while len(buffer) < args.n_pi and run.iteration < run.num_iterations:
             run.checkpoint(args.checkpoint_interval or args.n_pi)  # if due; stops here if a signal asked for it
 
@@ -639,7 +639,7 @@ class Run:
         total = self.num_iterations * self.rollout_steps
         self.progress = tqdm(initial=part["global_step"], total=total, **pace, **look)
         shared["agent"].policy_head.register_forward_hook(self.redraw)
-        self.start_time, self.start, self.saved = time.time(), self.iteration, self.iteration
+        self.start_time, self.start, self.unsaved = time.time(), self.iteration, False
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signums}
@@ -660,14 +660,14 @@ class Run:
     def checkpoint(self, interval=math.inf, finished=False):
         """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
         signums = [signum for signum in gather(self.stop_signal) if signum]
-        if finished or signums or (self.iteration % interval == 0 and self.iteration > self.saved):
+        if finished or signums or (self.iteration % interval == 0 and self.unsaved):
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
             state = {name: part.state_dict() for name, part in self.shared.items()}
             state |= {"iteration": self.iteration, "tables": self.tables, "processes": gather(own, everywhere=False)}
             if RANK == 0:
                 replace(self.path / "checkpoint.pt", lambda file: torch.save(state, file))
-            self.saved = self.iteration
+            self.unsaved = False
         if finished:
             return self.close(f"{self.path} has {self.iteration * self.rollout_steps} steps")
         if signums:
@@ -703,6 +703,7 @@ class Run:
         global_step = self.iteration * self.rollout_steps
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table].append(row)
+        self.unsaved = True
         metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
             self.write_tables()

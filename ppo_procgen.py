@@ -50,7 +50,7 @@ from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# torchrun starts several processes and numbers them; a script that is started alone is the first of one.
+# torchrun starts several processes and numbers them; a script started alone is process 0 of 1.
 RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE, LOCAL_WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -71,7 +71,7 @@ class ProblemArgs:
 @dataclass
 class PPOArgs:
     update_epochs: int = 3  # epochs over each rollout
-    num_minibatches: int = 8  # minibatches per epoch
+    num_minibatches: int = 8  # minibatches per epoch, in each process
     learning_rate: float = 5e-4  # Adam's step size
     gamma: float = 0.999  # γ, the discount
     gae_lambda: float = 0.95  # λ of generalized advantage estimation
@@ -86,7 +86,7 @@ class PPOArgs:
 class MachineArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, when there is
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the encoder; auto: bfloat16 if hardware has it
-    microbatch_size: int | None = None  # samples per pass of the network; None: 64 on a CPU, a minibatch on a GPU
+    microbatch_size: int | None = None  # samples per training pass; None: 64 on a CPU, a minibatch on a GPU
     compile: bool = False  # torch.compile the encoder, meant for GPUs: slow to start
     run_dir: str = "runs"  # directory that holds the runs
     run_name: str | None = None  # directory of this run in run_dir; None: <env_id>__<script>__<seed>__<time>
@@ -110,8 +110,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        # 3 stacks of 2 blocks each add to the features: a block's gain is 1/√3/√2, so that the sum
-        # does not grow. The block's two convolutions multiply theirs: each has the root of it.
+        # 3 stacks of 2 blocks each add to the features: a block's gain is 1/√3/√2, so that the sum does
+        # not grow. Its two convolutions' gains multiply, so each gets the square root.
         norm = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
         self.conv1 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
         self.conv2 = normalize_weights(nn.Conv2d(channels, channels, 3, padding=1), norm)
@@ -333,15 +333,15 @@ def update(agent, optimizer, rollout, args):
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
                 log_ratio = policy.log_prob(mb_actions) - mb_logprobs
-                clip_loss = policy_loss(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
+                surrogate_loss = policy_loss(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
                 entropy = policy.entropy().mean()
                 value_loss = args.vf_coef * F.mse_loss(values, mb_value_targets)
-                ((clip_loss - args.ent_coef * entropy + value_loss) * share).backward()
+                ((surrogate_loss - args.ent_coef * entropy + value_loss) * share).backward()
 
                 with torch.no_grad():
                     approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
                     clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
-                    sums = share * torch.stack([clip_loss, entropy, approx_kl, clipfrac])
+                    sums = share * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums
                     value_sum += share * value_loss
             norm_sum += step(agent, optimizer, args.max_grad_norm)  # with the gradient of the whole minibatch
@@ -510,7 +510,7 @@ class Run:
         total = self.num_iterations * self.rollout_steps
         self.progress = tqdm(initial=part["global_step"], total=total, **pace, **look)
         shared["agent"].policy_head.register_forward_hook(self.redraw)
-        self.start_time, self.start, self.saved = time.time(), self.iteration, self.iteration
+        self.start_time, self.start, self.unsaved = time.time(), self.iteration, False
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signums}
@@ -531,14 +531,14 @@ class Run:
     def checkpoint(self, interval=math.inf, finished=False):
         """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
         signums = [signum for signum in gather(self.stop_signal) if signum]
-        if finished or signums or (self.iteration % interval == 0 and self.iteration > self.saved):
+        if finished or signums or (self.iteration % interval == 0 and self.unsaved):
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
             state = {name: part.state_dict() for name, part in self.shared.items()}
             state |= {"iteration": self.iteration, "tables": self.tables, "processes": gather(own, everywhere=False)}
             if RANK == 0:
                 replace(self.path / "checkpoint.pt", lambda file: torch.save(state, file))
-            self.saved = self.iteration
+            self.unsaved = False
         if finished:
             return self.close(f"{self.path} has {self.iteration * self.rollout_steps} steps")
         if signums:
@@ -574,6 +574,7 @@ class Run:
         global_step = self.iteration * self.rollout_steps
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table].append(row)
+        self.unsaved = True
         metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
             self.write_tables()

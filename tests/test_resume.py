@@ -272,6 +272,24 @@ def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, whole, signum, 
     assert_same_end("runs/stopped", whole(ppg_procgen))
 
 
+def test_a_phase_that_was_resumed_in_its_auxiliary_epochs_is_saved_at_its_end(monkeypatch):
+    first_minibatch = sending_at_call(ppg_procgen, "auxiliary_loss", 1, signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(ppg_procgen, "auxiliary_loss", first_minibatch)
+        train(ppg_procgen, run_name="run", total_timesteps=ROLLOUT * 7)
+    (process,) = load("runs/run")["processes"]
+    assert len(process["buffer"]["rollouts"]) == 3 and process["buffer"]["aux_epochs"] == 1
+
+    def crash():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppg_procgen, "gae", at_call(ppg_procgen, "gae", 1, crash))
+    with pytest.raises(KeyboardInterrupt):
+        train(ppg_procgen, resume="runs/run")
+    (process,) = load("runs/run")["processes"]
+    assert process["buffer"] == {"rollouts": [], "aux_epochs": 0}
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_ppo_stops_at_the_next_boundary_too(monkeypatch, whole, signum):
     with monkeypatch.context() as patch:
