@@ -441,3 +441,27 @@ def test_a_refusal_is_all_that_the_shell_sees(tmp_path):
     assert done.returncode == 2 and done.stdout == b""
     assert re.fullmatch(rb"ppg_procgen\.py: error: --num-envs -1: expected [^\n]+\n", done.stderr)
     assert not list(tmp_path.iterdir())
+
+
+# The README
+
+
+def test_the_readmes_example_of_a_copied_script_applies_to_it_and_trains(tmp_path):
+    source = Path(ppg_procgen.__file__).read_text()
+    example = (Path(ppg_procgen.__file__).parent / "README.md").read_text().split("```diff\n")[1].split("```")[0]
+    for hunk in re.split(r"^@@.*\n", example, flags=re.MULTILINE)[1:]:
+        before, after = (
+            "".join(line[1:] + "\n" for line in hunk.splitlines() if line[0] in " " + sign) for sign in "-+"
+        )
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    (tmp_path / "fast_value.py").write_text(source)
+
+    options = (
+        TINY | PHASE[ppg_procgen] | dict(total_timesteps=64, value_lr_factor=3, run_name="fast", channels=(4, 4, 4))
+    )
+    done = run([sys.executable, "fast_value.py", *flags(**options)], tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    groups = torch.load(tmp_path / "runs/fast/checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == [5e-4, 1.5e-3]
+    assert run([sys.executable, "fast_value.py", "--value-lr-factor=-1"], tmp_path).returncode == 2
