@@ -76,11 +76,7 @@ class ProblemArgs:
     start_level: int = 0  # the first training level, with --num-levels
     num_envs: int = 64  # environments that step side by side, in each process
     num_steps: int = 256  # steps per environment in a rollout; what one environment does in them is a segment
-    channels: tuple[int, int, int] = (
-        16,
-        32,
-        32,
-    )  # of the encoder's stacks; 8 16 16 is two to three times faster on a CPU
+    channels: tuple[int, int, int] = (16, 32, 32)  # of the encoder's stacks; 8 16 16 is 2 to 3 times faster on a CPU
 
 
 @dataclass
