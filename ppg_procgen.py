@@ -30,12 +30,12 @@ use many more over the same data. PPG keeps the gain and avoids both costs by al
 To learn PPG, read to the end of `main`; what follows it only serves.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -53,6 +53,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+import wandb
 from filelock import FileLock
 from gymnasium.vector import AutoresetMode, VectorEnv
 from procgen import ProcgenGym3Env
@@ -595,23 +596,27 @@ class Run:
     what to save, each with a `state_dict`: what is equal in all processes, and what each process has for itself."""
 
     def __init__(self, args, bfloat16, shared, own):
-        self.shared, self.own, self.stop_signal, self.wandb = shared, own, None, None
-        self.iteration, self.tables = 0, {"progress": [], "auxiliary": []}
+        self.shared, self.own, self.iteration, self.unsaved, self.stop_signal = shared, own, 0, False, 0
+        self.tables = {"progress": "", "auxiliary": ""}  # the text of the files
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
         name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.path = Path(args.resume or gather(Path(args.run_dir) / name)[0])  # clocks differ
         try:
             if RANK == 0:
+                if args.track and os.environ.get("WANDB_MODE", "online") == "online":
+                    wandb.login()
                 self.path.mkdir(parents=True, exist_ok=args.resume is not None)
                 self.lock = FileLock(self.path / ".lock")  # one writer; a process that is killed leaves no lock
                 self.lock.acquire(timeout=0)
+        except wandb.Error as error:
+            fail(f"--track: expected a login to Weights & Biases, or WANDB_MODE=offline ({error})")
         except OSError as error:  # filelock's Timeout is one, too
             flag = f"--resume {args.resume}" if args.resume else f"--run-dir {args.run_dir} --run-name {name}"
             fail(f"{flag}: expected a new directory, or one to resume that no process writes to ({error})")
 
         # config.json tells what a run was started with and, for one that was resumed, of each part.
-        config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex()}
+        config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex(), "parts": []}
         if args.resume:
             self.load()
             config = json.loads((self.path / "config.json").read_text())
@@ -620,26 +625,19 @@ class Run:
         part |= {"precision": "bfloat16" if bfloat16 else "float32", "global_step": self.iteration * self.rollout_steps}
         part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
         part["git_commit"] = subprocess.run(**git, capture_output=True, text=True).stdout.strip() or None
-        config = part | config | {"args": dataclasses.asdict(args) | {"resume": None}}
-        config["parts"] = [*config.get("parts", []), part]
+        config = part | config | {"args": vars(args) | {"resume": None}, "parts": [*config["parts"], part]}
         if RANK == 0:
             replace(self.path / "config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
             self.write_tables()  # without the rows that came after the checkpoint
             self.writer = SummaryWriter(self.path, purge_step=part["global_step"] + 1)
-        if args.track and RANK == 0:
-            import wandb
+        if RANK == 0 and args.track:
+            place = dict(project=args.wandb_project_name, name=self.path.name, id=config["wandb_id"])
+            wandb.init(**place, resume="allow", config=config)
+            wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
-            place = dict(project=args.wandb_project_name, group=f"{args.env_id}__{Path(__file__).stem}")
-            self.wandb = wandb.init(**place, name=self.path.name, id=config["wandb_id"], resume="allow", config=config)
-            self.wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
-
-        pace = dict(smoothing=0, miniters=0, mininterval=0.2 if sys.stdout.isatty() else 60, dynamic_ncols=True)
-        layout = "{desc}: {n_fmt}/{total_fmt}, {rate_noinv_fmt}{postfix}, {remaining} left |{bar}|"
-        look = dict(unit="step", unit_scale=True, bar_format=layout, file=sys.stdout, disable=RANK > 0)
-        total = self.num_iterations * self.rollout_steps
-        self.progress = tqdm(initial=part["global_step"], total=total, **pace, **look)
-        shared["agent"].policy_head.register_forward_hook(self.redraw)
-        self.start_time, self.start, self.unsaved = time.time(), self.iteration, False
+        look = dict(unit="step", unit_scale=self.rollout_steps, file=sys.stdout, disable=RANK > 0)
+        self.progress = tqdm(initial=self.iteration, total=self.num_iterations, delay=1e-9, **look)  # `show` draws it
+        self.start_time, self.start = time.time(), self.iteration
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signums}
@@ -652,41 +650,44 @@ class Run:
                 part.load_state_dict(state[name])
             for rng_state, set_rng_state in zip(state["rng"], (torch.set_rng_state, torch.cuda.set_rng_state)):
                 set_rng_state(rng_state)
-            self.iteration, self.tables = state["iteration"], state["tables"]
+            self.iteration, self.tables = state["global_step"] // self.rollout_steps, state["tables"]
         except Exception as error:
             problem = str(error).split("\n")[0] or type(error).__name__
             fail(f"--resume {self.path}: expected a whole checkpoint.pt of this script there ({problem})")
 
     def checkpoint(self, interval=math.inf, finished=False):
         """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
-        signums = [signum for signum in gather(self.stop_signal) if signum]
-        if finished or signums or (self.iteration % interval == 0 and self.unsaved):
+        signum, steps = max(gather(self.stop_signal)), self.iteration * self.rollout_steps
+        if finished or signum or (self.iteration % interval == 0 and self.unsaved):
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
             state = {name: part.state_dict() for name, part in self.shared.items()}
-            state |= {"iteration": self.iteration, "tables": self.tables, "processes": gather(own, everywhere=False)}
+            state |= {"global_step": steps, "tables": self.tables, "processes": gather(own, everywhere=False)}
             if RANK == 0:
                 replace(self.path / "checkpoint.pt", lambda file: torch.save(state, file))
             self.unsaved = False
         if finished:
-            return self.close(f"{self.path} has {self.iteration * self.rollout_steps} steps")
-        if signums:
+            return self.close(f"{self.path} has {steps} steps")
+        if signum:
             command = f"{'python' if WORLD_SIZE == 1 else 'torchrun ...'} {sys.argv[0]} --resume {self.path}"
-            self.close(f"stopped after {self.iteration * self.rollout_steps} steps; to go on: {command}")
-            sys.exit(128 + signums[0])
+            self.close(f"stopped after {steps} steps; to go on: {command}")
+            sys.exit(128 + signum)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal is None:
+        if not self.stop_signal:
             self.stop_signal, self.stop_time = signum, time.monotonic()
-            os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
+            with contextlib.suppress(OSError):  # where standard error is gone
+                os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
         elif time.monotonic() > self.stop_time + 2:  # a job that is stopped signals launcher and workers: these, twice
             os._exit(128 + signum)
 
     def show(self, phase):
-        self.progress.set_description_str(phase, refresh=False)
-
-    def redraw(self, *_):
-        self.progress.update(0)  # returns nothing: what a hook returns takes the place of the layer's output
+        """Draw the progress line. Where standard output is full or gone, a run goes on without it."""
+        try:
+            self.progress.n = self.iteration
+            self.progress.set_description_str(phase)
+        except OSError:
+            self.progress.disable, sys.stdout = True, open(os.devnull, "w")
 
     def log_iteration(self, envs, losses):
         """A row of progress.csv: the mean of the last 100 episodes, the losses, and the speed since the start."""
@@ -696,13 +697,13 @@ class Run:
         speed = (self.iteration - self.start) * self.rollout_steps / (time.time() - self.start_time)
         self.log("progress", {f"charts/{name}": x for name, x in charts} | losses | {"charts/SPS": speed})
         self.progress.set_postfix_str(f"return {means[0]:.2f}", refresh=False)
-        self.progress.update(self.rollout_steps)
 
     def log(self, table, metrics):
         """Add a row to a table, and to TensorBoard and Weights & Biases."""
         global_step = self.iteration * self.rollout_steps
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
-        self.tables[table].append(row)
+        self.tables[table] = self.tables[table] or ",".join(row) + "\n"
+        self.tables[table] += ",".join(map(str, row.values())) + "\n"
         self.unsaved = True
         metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
@@ -710,25 +711,23 @@ class Run:
             for name, x in metrics.items():
                 self.writer.add_scalar(name, x, global_step)
             self.writer.flush()
-        if self.wandb:
-            self.wandb.log(metrics | {"global_step": global_step})
+        if wandb.run:
+            wandb.log(metrics | {"global_step": global_step})
 
     def write_tables(self):
-        for table, rows in self.tables.items():
-            lines = [rows[0].keys(), *(row.values() for row in rows)] if rows else []
-            text = "".join(",".join(map(str, line)) + "\n" for line in lines)
-            if rows or (self.path / f"{table}.csv").exists():
+        for table, text in self.tables.items():
+            if text or (self.path / f"{table}.csv").exists():
                 replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
 
     def close(self, message):
         gather(None)  # torchrun ends all processes when one ends: not before the first one has written
+        self.show("end")
         self.progress.close()
         if RANK == 0:
             print(message, flush=True)
             self.writer.close()
             self.lock.release()
-        if self.wandb:
-            self.wandb.finish()
+            wandb.finish()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if WORLD_SIZE > 1:
@@ -749,23 +748,21 @@ class Args(MachineArgs, PPGArgs, PPOArgs, ProblemArgs):
 
     def __post_init__(self):
         self.channels = tuple(self.channels)  # in config.json it is a list
-        limits = dict.fromkeys(("seed", "num_levels", "start_level"), (0, 2**31 - 1)) | {"e_aux": (0, math.inf)}
-        limits |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
+        from_zero, to_one = ("seed", "num_levels", "start_level", "e_aux"), ("gamma", "gae_lambda")
         for field in dataclasses.fields(self):
             whole, value = field.type in (int, int | None), getattr(self, field.name)
-            low, high = limits.get(field.name, (1 if whole else 0, math.inf))
-            if (whole or field.type in (float, float | None)) and value is not None:
-                self.check(field.name, low <= value <= high and value < math.inf, f"a number from {low} to {high}")
+            if value is not None and (whole or field.type in (float, float | None)):
+                low, high = int(whole and field.name not in from_zero), 1 if field.name in to_one else 2**31 - 1
+                self.check(field.name, low <= value <= high, f"a number from {low} to {high}")
 
-        gpus = torch.cuda.device_count()
+        batch_size, gpus = self.num_envs * self.num_steps, torch.cuda.device_count()
         self.check("channels", min(self.channels) > 0, "three positive numbers")
         self.check("start_level", self.num_levels or not self.start_level, "--num-levels beside it, not 0: all levels")
         self.check("start_level", self.start_level + self.num_levels < 2**31, f"levels up to {2**31 - 1}")
-        batch_size = self.num_envs * self.num_steps
         self.check("num_minibatches", batch_size % self.num_minibatches == 0, f"a divisor of {batch_size}, a rollout")
         self.check("device", self.device != "cuda" or gpus >= LOCAL_WORLD_SIZE, f"a GPU a process, there are {gpus}")
-        usable = self.run_name is None or re.fullmatch(r"\w[^/]*", self.run_name)
-        self.check("run_name", usable, "the name of a directory")
+        inside = self.run_name is None or Path("x", self.run_name).parent == Path("x")
+        self.check("run_name", inside, "the name of a directory")
         self.check("resume", self.resume != "", "the directory of a run")
         enough = self.resume or self.total_timesteps >= batch_size * WORLD_SIZE
         self.check("total_timesteps", enough, f"at least {batch_size * WORLD_SIZE}, a rollout")
