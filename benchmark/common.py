@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def fail(message):
     """Report bad input in one line on standard error and exit with code 2, as argument parsers do."""
@@ -25,7 +27,8 @@ def load_script(path, flag, names):
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        fail(f"{flag} {path}: expected a training script that can be imported ({type(error).__name__}: {error})")
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        fail(f"{flag} {path}: expected a training script that can be imported ({reason})")
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         fail(f"{flag} {path}: expected ppo_procgen.py, ppg_procgen.py or a copy; this file has no {missing[0]}")

@@ -28,42 +28,30 @@ import numpy as np
 import torch
 import tyro
 from procgen.env import ENV_NAMES
-from scipy.stats import bootstrap
+from scipy.stats import ttest_1samp, ttest_ind
 from tqdm import tqdm
 
-from common import fail, load_script
+from common import ROOT, fail, load_script
 
-ROOT = Path(__file__).resolve().parent.parent
-LAST_LEVEL = 2**31 - 2  # Procgen draws levels below 2³¹ − 1
+NUM_LEVELS = 2**31 - 1  # Procgen draws levels below
 CODECS = {".mp4": ("libx264", "yuv420p"), ".gif": ("gif", "rgb8")}
 
 
 @dataclass
 class Args:
-    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """directory of the run, with its config.json and checkpoint.pt, or a file with weights and config"""
-    episodes: int = 100
-    """episodes to play, each in an environment of its own"""
-    num_levels: int | None = None
-    """number of distinct levels; 0 means all (None: as the run was trained)"""
-    start_level: int | None = None
-    """the first level (None: as the run was trained)"""
-    distribution_mode: Literal["easy", "hard"] | None = None
-    """difficulty of the levels (None: as the run was trained)"""
-    greedy: bool = False
-    """take the most probable action; otherwise actions are sampled, as in training"""
-    seed: int = 0
-    """seed of the levels and of the sampling"""
-    gap: bool = False
-    """play on the training levels and, as often, on levels outside them; report the difference"""
-    video: str | None = None
-    """.mp4 or .gif to write: the first episode (with --gap, the first on the training levels)"""
-    grid: bool = False
-    """let the video show the first 16 episodes, side by side"""
-    device: str = "auto"
-    """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
-    script: str | None = None
-    """training script with the run's network (None: the one that config.json names, beside benchmark/)"""
+    episodes: int = 100  # to play, each in an environment of its own
+    num_levels: int | None = None  # number of distinct levels; 0 means all (None: as the run was trained)
+    start_level: int | None = None  # the first level (None: as the run was trained)
+    distribution_mode: Literal["easy", "hard"] | None = None  # difficulty of the levels (None: as the run was trained)
+    greedy: bool = False  # take the most probable action; otherwise actions are sampled, as in training
+    seed: int = 0  # of the levels and of the sampling
+    gap: bool = False  # play on the training levels and, as often, on levels outside them; report the difference
+    video: Path | None = None  # .mp4 or .gif to write: the first episode (with --gap, the first on the training levels)
+    grid: bool = False  # let the video show the first 16 episodes, side by side
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU when there is one
+    script: Path | None = None  # script with the run's network (None: the one config.json names, beside benchmark/)
 
 
 @dataclass
@@ -81,13 +69,11 @@ class Levels:
 
 
 def check_args(args):
-    """Refuse flags that cannot work, whatever the run."""
-    if args.episodes < 1:
-        fail(f"--episodes {args.episodes}: expected 1 or more")
-    for name in ("num_levels", "start_level", "seed"):
+    """Refuse flags that cannot work, whatever the run, and a result that could not be saved; leaves nothing there."""
+    for name, lowest in (("episodes", 1), ("num_levels", 0), ("start_level", 0), ("seed", 0)):
         value = getattr(args, name)
-        if value is not None and not 0 <= value < 2**31:
-            fail(f"--{name.replace('_', '-')} {value}: expected 0 to {2**31 - 1}")
+        if value is not None and not lowest <= value < 2**31:
+            fail(f"--{name.replace('_', '-')} {value}: expected {lowest} to {2**31 - 1}")
     for name in ("num_levels", "start_level", "distribution_mode"):
         value = getattr(args, name)
         if args.gap and value is not None:
@@ -96,29 +82,18 @@ def check_args(args):
         fail("--grid: expected --video too, the file to write")
     if args.grid and args.episodes < 16:
         fail(f"--episodes {args.episodes}: expected 16 or more, for the tiles of --grid")
-    try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        fail(f"--device {args.device}: expected auto, cpu or a device that is present ({str(error).splitlines()[0]})")
-
-
-def check_writable(directory, flag):
-    """Refuse a directory that is missing or cannot be written to; leaves nothing there."""
-    try:
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        fail(f"{flag}: expected a directory that can be written to, {directory} ({error.strerror})")
-
-
-def check_outputs(args):
-    """Refuse, before anything is played, what could not be saved."""
-    run_path = Path(args.run_dir)
-    check_writable(run_path if run_path.is_dir() else run_path.parent, f"RUN_DIR {run_path}")
-    if args.video is not None:
-        path = Path(args.video)
-        if path.suffix.lower() not in CODECS or path.is_dir():
-            fail(f"--video {args.video}: expected the name of a file that ends in {' or '.join(CODECS)}")
-        check_writable(path.parent, f"--video {args.video}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: expected a GPU, and there is none")
+    if args.video and (args.video.suffix.lower() not in CODECS or args.video.is_dir()):
+        fail(f"--video {args.video}: expected the name of a file that ends in {' or '.join(CODECS)}")
+    result_directory = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
+    outputs = [(f"RUN_DIR {args.run_dir}", result_directory)]
+    outputs += [(f"--video {args.video}", args.video.parent)] if args.video else []
+    for flag, directory in outputs:
+        try:
+            tempfile.TemporaryFile(dir=directory).close()
+        except OSError as error:
+            fail(f"{flag}: expected a directory that can be written to, {directory} ({error.strerror})")
 
 
 def read_run(path):
@@ -128,18 +103,16 @@ def read_run(path):
     stranger runs no code. It is mapped into memory, so the buffers of the training stay on the disk.
     """
     try:
-        config = None if path.is_file() else json.loads((path / "config.json").read_text())
         weights = path if path.is_file() else path / "checkpoint.pt"
         checkpoint = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
-        config = config or checkpoint["config"]
-        config["precision"], config["args"]["distribution_mode"]
-        numbers = [config["args"][name] for name in ("seed", "num_levels", "start_level")]
-        if config["args"]["env_id"] not in ENV_NAMES or not all(isinstance(number, int) for number in numbers):
-            raise ValueError("config.json is not one of a training script")
-        if "global_step" in checkpoint:
-            return config, checkpoint["agent"], checkpoint["global_step"]
-        rows = checkpoint["tables"]["progress"]
-        return config, checkpoint["agent"], rows[-1]["global_step"] if rows else 0
+        config = checkpoint["config"] if path.is_file() else json.loads((path / "config.json").read_text())
+        args, global_step = config["args"], checkpoint["global_step"]
+        numbers = [args["seed"], args["num_levels"], args["start_level"], global_step]
+        known = args["env_id"] in ENV_NAMES and args["distribution_mode"] in ("easy", "hard")
+        known &= config["precision"] in ("float32", "bfloat16") and isinstance(config["script"], str)
+        if not known or not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError("its config is not that of a training script")
+        return config, checkpoint["agent"], global_step
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         fail(f"RUN_DIR {path}: expected a run, with config.json and checkpoint.pt, or its weights ({reason})")
@@ -149,36 +122,30 @@ def script_path(args, config):
     """The training script: --script, or the one beside benchmark/ that the run names. A run from a stranger picks no
     file elsewhere."""
     if args.script is not None:
-        return Path(args.script)
-    name = str(config.get("script"))
+        return args.script
+    name = config["script"]
     if Path(name).name != name or not (ROOT / name).is_file():
         fail(f"RUN_DIR {args.run_dir}: expected --script too, the {name} that trained it: there is none in {ROOT}")
     return ROOT / name
 
 
 def choose_levels(args, run_args):
-    """The levels to play, as trained unless the flags say otherwise; with --gap, those of the training."""
-    mode = args.distribution_mode or run_args["distribution_mode"]
-    num_levels = run_args["num_levels"] if args.num_levels is None else args.num_levels
-    start_level = run_args["start_level"] if args.start_level is None else args.start_level
-    if num_levels == 0:
+    """The levels to play, as trained unless the flags say otherwise. With --gap there are two sets: those of the
+    training, and every level after them. (Cobbe et al. 2019 test on all levels, the training levels included.)"""
+    names = ("distribution_mode", "num_levels", "start_level")
+    chosen = {name: run_args[name] if getattr(args, name) is None else getattr(args, name) for name in names}
+    levels = Levels(**chosen)
+    if levels.num_levels == 0:
         if args.gap:
             fail("--gap: expected a run with --num-levels 1 or more; this one trained on all levels, none is unseen")
         if args.start_level:
-            fail(f"--start-level {start_level}: expected --num-levels too; with 0 Procgen plays all levels, from 0 on")
-        return Levels(mode, 0, 0)
-    if start_level + num_levels - 1 > LAST_LEVEL:
-        flags = f"--start-level {start_level} --num-levels {num_levels}"
-        fail(f"{flags}: expected levels up to {LAST_LEVEL}, the last that Procgen has")
-    if args.gap and start_level + num_levels > LAST_LEVEL:
-        fail(f"--gap: expected levels beyond those of the training; it went up to the last one, {LAST_LEVEL}")
-    return Levels(mode, num_levels, start_level)
-
-
-def unseen_levels(levels):
-    """Every level after the training levels. (Cobbe et al. 2019 test on all levels, the training levels included.)"""
-    first = levels.start_level + levels.num_levels
-    return Levels(levels.distribution_mode, LAST_LEVEL - first + 1, first)
+            fail(f"--start-level {args.start_level}: expected --num-levels too; with 0 Procgen plays all levels")
+        return [Levels(levels.distribution_mode, 0, 0)]
+    end = levels.start_level + levels.num_levels
+    if end + args.gap > NUM_LEVELS:
+        flags = "--gap" if args.gap else f"--start-level {levels.start_level} --num-levels {levels.num_levels}"
+        fail(f"{flags}: expected levels up to {NUM_LEVELS - 1 - args.gap}; Procgen has none after {NUM_LEVELS - 1}")
+    return [levels, *([Levels(levels.distribution_mode, NUM_LEVELS - end, end)] if args.gap else [])]
 
 
 def load_agent(config, state_dict, script, device):
@@ -189,7 +156,7 @@ def load_agent(config, state_dict, script, device):
     try:
         agent = script.Agent(15, **options | {"bfloat16": config["precision"] == "bfloat16"})  # Procgen has 15 actions
         agent.load_state_dict(state_dict)
-    except (RuntimeError, TypeError):
+    except Exception:
         fail(f"--script {script.__file__}: expected the script that trained the run, its network has other layers")
     return agent.to(device).eval()
 
@@ -218,7 +185,7 @@ def play(agent, envs, greedy, seed):
             chunks = torch.from_numpy(observations[running]).split(256)
             logits = torch.cat([agent(chunk.to(device))[0].float().cpu() for chunk in chunks])
             sampled = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
-            # Procgen has to be given some action where the episode is over: the next one has begun there.
+            # Procgen wants an action where the episode is over, too: the next one has begun there.
             actions = np.zeros(envs.num_envs, dtype=np.uint8)
             actions[running] = (logits.argmax(1) if greedy else sampled).numpy()
             history.append(actions)
@@ -232,35 +199,17 @@ def play(agent, envs, greedy, seed):
     return returns, lengths, np.stack(history)
 
 
-def bootstrap_interval(statistic, *samples):
-    """95 % interval of a statistic of independent samples, by the percentile method, or None if a sample has
-    fewer than two values. The same samples give the same interval.
+def mean_interval(*samples):
+    """A 95 % interval [low, high] of the mean of a sample of returns [episodes], by Student's t-test, or of how far the
+    mean of one sample is above that of another, by Welch's. None if all returns of a sample are the same, or if it has
+    just one: they do not say how much others would differ.
 
-    Source: Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
+    Source: Student 1908, The probable error of a mean; Welch 1947, The generalization of 'Student's' problem.
     """
-    if min(map(len, samples)) < 2:
+    if any(np.ptp(sample) == 0 for sample in samples):
         return None
-    interval = bootstrap(
-        samples,
-        statistic,
-        n_resamples=10_000,
-        batch=1_000,  # bounds the memory, and leaves the result as it is
-        confidence_level=0.95,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return [float(interval.low), float(interval.high)]
-
-
-def mean_interval(returns):
-    """[low, high], a 95 % interval of the mean of `returns` [episodes]; None for a single episode."""
-    return bootstrap_interval(np.mean, returns)
-
-
-def difference_interval(returns, other_returns):
-    """[low, high], a 95 % interval of mean(returns) − mean(other_returns); None for a single episode."""
-    return bootstrap_interval(lambda x, y, axis: x.mean(axis) - y.mean(axis), returns, other_returns)
+    test = ttest_ind(*samples, equal_var=False) if len(samples) == 2 else ttest_1samp(*samples, popmean=0)
+    return [float(end) for end in test.confidence_interval(0.95)]
 
 
 def statistics(returns, lengths):
@@ -279,7 +228,7 @@ def statistics(returns, lengths):
 
 
 def evaluate(agent, script, env_id, levels, args):
-    """Play `args.episodes` episodes on `levels`.
+    """Play `args.episodes` episodes on `levels`, and print their statistics.
 
     Returns what is saved about them, episode by episode in the order of the environments, and `play`'s actions.
     """
@@ -287,25 +236,20 @@ def evaluate(agent, script, env_id, levels, args):
     level_seeds = [int(info["level_seed"]) for info in envs.procgen.get_info()]
     returns, lengths, actions = play(agent, envs, args.greedy, args.seed)
     envs.close()
-    result = {"num_levels": levels.num_levels, "start_level": levels.start_level}
-    result |= {"statistics": statistics(returns, lengths), "episodic_returns": returns.tolist()}
-    result |= {"episodic_lengths": lengths.tolist(), "level_seeds": level_seeds}
-    return result, actions
+    stats = statistics(returns, lengths)
+    print(f"{args.episodes} episodes on {levels}, {levels.distribution_mode}")
+    print(f"  episodic return: mean {stats['mean']:.2f} ({interval_text(stats['mean_95_interval'])}),", end=" ")
+    print(
+        "median {median:.2f}, min {min:.2f}, max {max:.2f}, standard deviation {standard_deviation:.2f}".format(**stats)
+    )
+    print(f"  episodic length: mean {stats['mean_episodic_length']:.1f} steps", flush=True)
+    episodes = {"episodic_returns": returns.tolist(), "episodic_lengths": lengths.tolist(), "level_seeds": level_seeds}
+    return vars(levels) | {"statistics": stats} | episodes, actions
 
 
 def interval_text(interval):
     """An interval, or that there is none, in words."""
-    return "one episode has no interval" if interval is None else "95 % interval {:.2f} to {:.2f}".format(*interval)
-
-
-def report(levels, result):
-    """Print the statistics of one evaluation."""
-    stats = result["statistics"]
-    print(f"{stats['episodes']} episodes on {levels}, {levels.distribution_mode}")
-    print(f"  episodic return: mean {stats['mean']:.2f} ({interval_text(stats['mean_95_interval'])}),", end=" ")
-    print(f"median {stats['median']:.2f}, min {stats['min']:.2f}, max {stats['max']:.2f},", end=" ")
-    print(f"standard deviation {stats['standard_deviation']:.2f}")
-    print(f"  episodic length: mean {stats['mean_episodic_length']:.1f} steps", flush=True)
+    return "95 % interval {:.2f} to {:.2f}".format(*interval) if interval else "no interval, as returns do not differ"
 
 
 def frames(envs, actions, lengths):
@@ -356,70 +300,48 @@ def write_video(path, pictures, num_pictures):
 def main(args):
     """Evaluate as `args` say; returns the path of the result."""
     check_args(args)
-    run_path = Path(args.run_dir)
-    config, state_dict, global_step = read_run(run_path)
-    run_args = config["args"]
+    config, state_dict, global_step = read_run(args.run_dir)
     script = load_script(script_path(args, config), "--script", ("Agent", "ProcgenVecEnv"))
-    levels = choose_levels(args, run_args)
-    check_outputs(args)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    levels, *unseen_levels = choose_levels(args, config["args"])
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     agent = load_agent(config, state_dict, script, device)
     # The arithmetic of the training, where float32 is TF32 on a GPU.
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    env_id, sampling = run_args["env_id"], "greedy" if args.greedy else "sampled"
-    run = f"{config['script']} on {env_id} with seed {run_args['seed']}, after {global_step:,} steps"
+    env_id, run_seed = config["args"]["env_id"], config["args"]["seed"]
+    sampling = "greedy" if args.greedy else "sampled"
+    run = f"{config['script']} on {env_id} with seed {run_seed}, after {global_step:,} steps"
     print(f"{run}; actions {sampling}, evaluation seed {args.seed}", flush=True)
-    result = {
-        "script": config["script"],
-        "env_id": env_id,
-        "run_seed": run_args["seed"],
-        "global_step": global_step,
-        "settings": {
-            "episodes": args.episodes,
-            "distribution_mode": levels.distribution_mode,
-            "num_levels": levels.num_levels,
-            "start_level": levels.start_level,
-            "greedy": args.greedy,
-            "seed": args.seed,
-            "gap": args.gap,
-            "device": str(device),
-            "precision": config["precision"],
-        },
-    }
+    settings = {name: getattr(args, name) for name in ("episodes", "greedy", "seed", "gap")} | vars(levels)
+    settings |= {"device": str(device), "precision": config["precision"]}
+    result = {"script": config["script"], "env_id": env_id, "run_seed": run_seed, "global_step": global_step}
+    result |= {"settings": settings}
+
     played, actions = evaluate(agent, script, env_id, levels, args)
-    report(levels, played)
-    if args.gap:
-        unseen, _ = evaluate(agent, script, env_id, unseen_levels(levels), args)
-        report(unseen_levels(levels), unseen)
-        returns, unseen_returns = np.array(played["episodic_returns"]), np.array(unseen["episodic_returns"])
-        gap = float(returns.mean() - unseen_returns.mean())
-        interval = difference_interval(returns, unseen_returns)
+    result["training_levels" if args.gap else "evaluation"] = played
+    for others in unseen_levels:
+        unseen, _ = evaluate(agent, script, env_id, others, args)
+        interval = mean_interval(played["episodic_returns"], unseen["episodic_returns"])
+        gap = played["statistics"]["mean"] - unseen["statistics"]["mean"]
         print(f"generalization gap (training levels − unseen levels): {gap:.2f} ({interval_text(interval)})")
-        result |= {
-            "training_levels": played,
-            "unseen_levels": unseen,
-            "gap": {"mean": gap, "mean_95_interval": interval},
-        }
-    else:
-        result |= {"evaluation": played}
+        result |= {"unseen_levels": unseen, "gap": {"mean": gap, "mean_95_interval": interval}}
 
     end = levels.start_level + levels.num_levels
     played_on = f"levels-{levels.start_level}-{end}" if levels.num_levels else "levels-all"
     conditions = ["evaluation", f"{global_step}-steps", levels.distribution_mode, played_on, *["gap"] * args.gap]
-    name = "__".join([*conditions, f"{args.episodes}-episodes", sampling, f"seed-{args.seed}"])
-    path = run_path / f"{name}.json" if run_path.is_dir() else run_path.with_name(f"{run_path.stem}__{name}.json")
+    name = "__".join([*conditions, f"{args.episodes}-episodes", sampling, f"seed-{args.seed}.json"])
+    path = args.run_dir / name if args.run_dir.is_dir() else args.run_dir.with_name(f"{args.run_dir.stem}__{name}")
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     print(f"saved {path}", flush=True)
 
-    if args.video is not None:
+    if args.video:
         # Rendering is slow, so only the episodes that are shown are played again, with the actions that they had.
         num_envs = 16 if args.grid else 1
         envs = script.ProcgenVecEnv(env_id, num_envs, args.seed, **vars(levels), render_mode="rgb_array")
         lengths = played["episodic_lengths"][:num_envs]
-        write_video(Path(args.video), frames(envs, actions, lengths), max(lengths))
+        write_video(args.video, frames(envs, actions, lengths), max(lengths))
         envs.close()
         print(f"saved {args.video}", flush=True)
     return path

@@ -8,6 +8,7 @@ finished and resumes those that were interrupted. A run's directory is <out>/<sc
 goes to <seed>.log beside that. On a cluster, all nodes must see the scripts and --out under the same path.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -24,52 +25,41 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 import pandas as pd
+import ray
 import tyro
 from filelock import FileLock, Timeout
 from procgen.env import ENV_NAMES
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
-from common import fail, load_script
+from common import ROOT, fail, load_script
 
-ROOT = Path(__file__).resolve().parent.parent
 # Arguments in which the runs of a script may differ: what run.py sets for each, and what a script lets a resumed run
-# change. total_timesteps may grow, see `plan`.
+# change. total_timesteps may grow, see `check_stored`.
 FREE = {"env_id", "seed", "run_dir", "run_name", "resume"}
 FREE |= {"total_timesteps", "device", "buffer_device", "checkpoint_interval", "track", "wandb_project_name"}
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = (str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py"))
-    """the training scripts"""
-    env_ids: tuple[str, ...] = ("starpilot",)
-    """Procgen games; all stands for the 16 games"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """seeds of each script on each game"""
-    ppo_args: str = ""
-    """arguments, in quotes, for the scripts with ppo in their names"""
-    ppg_args: str = ""
-    """arguments, in quotes, for the scripts with ppg in their names"""
-    out: str = "runs/benchmark"
-    """directory of the grid"""
-    address: str | None = None
-    """address of a Ray cluster, or auto for the one that this machine belongs to (None: start Ray here)"""
-    cpus_per_run: float = 1
-    """CPU cores of a run, and the threads that torch uses; decides how many runs train side by side"""
-    gpus_per_run: float = 0
-    """GPUs of a run; a fraction shares one GPU between runs, 0 trains on CPUs"""
-    memory_per_run: float = 0
-    """GB of memory of a run; Ray starts no more runs than fit (0: do not count)"""
-    retries: int = 3
-    """how often a run that fails is resumed before it is given up; progress since the last failure resets the count"""
-    dry_run: bool = False
-    """print the commands of the runs that are not finished, one a line, and train nothing"""
+    scripts: tuple[Path, ...] = (ROOT / "ppo_procgen.py", ROOT / "ppg_procgen.py")  # the training scripts
+    env_ids: tuple[Literal[("all", *ENV_NAMES)], ...] = ("starpilot",)  # Procgen games; all stands for the 16 games
+    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of each script on each game
+    ppo_args: str = ""  # arguments, in quotes, for the scripts with ppo in their names
+    ppg_args: str = ""  # arguments, in quotes, for the scripts with ppg in their names
+    out: Path = Path("runs/benchmark")  # directory of the grid
+    address: str | None = None  # of a Ray cluster; auto: the one this machine belongs to; None: start Ray here
+    cpus_per_run: float = 1  # CPU cores of a run, and torch's threads; decides how many runs train side by side
+    gpus_per_run: float = 0  # GPUs of a run; a fraction shares one GPU between runs, 0 trains on CPUs
+    memory_per_run: float = 0  # GB of memory of a run; Ray starts no more runs than fit (0: do not count)
+    retries: int = 3  # how often a run that fails is resumed before it is given up; progress resets the count
+    dry_run: bool = False  # print the commands of the runs that are not finished, one a line, and train nothing
 
 
 @dataclass
@@ -86,9 +76,6 @@ class Run:
     state: str = "waiting"
     failures: int = 0  # in a row, without progress
     step_at_failure: int = 0
-
-    def __str__(self):
-        return f"{self.script.stem} {self.env_id} {self.seed}"
 
     @property
     def log(self):
@@ -119,40 +106,32 @@ def plan(args, script_args):
     The arguments are parsed and checked by each script, and compared with those of all runs that the output
     directory holds: two configurations of a script in one directory would look like seeds of one.
     """
-    env_ids = ENV_NAMES if args.env_ids == ("all",) else args.env_ids
-    for env_id in env_ids:
-        if env_id not in ENV_NAMES:
-            fail(f"--env-ids {env_id}: expected all alone, or some of {', '.join(ENV_NAMES)}")
-    for seed in args.seeds:
-        if not 0 <= seed < 2**31:
-            fail(f"--seeds {seed}: expected 0 to {2**31 - 1}")
-    for name, values in (("scripts", args.scripts), ("env-ids", env_ids), ("seeds", args.seeds)):
-        if not values or len(set(values)) < len(values):
-            fail(f"--{name} {' '.join(map(str, values))}: expected at least one, and each once")
-    stems = [Path(script).stem for script in args.scripts]
-    if len(set(stems)) < len(stems):
-        fail(f"--scripts {' '.join(args.scripts)}: expected different names, because a run's directory carries it")
-    for kind in ("ppo", "ppg"):
-        if (words := getattr(args, f"{kind}_args")) and not any(kind in stem for stem in stems):
+    lowest = dict(seeds=0, retries=0, cpus_per_run=1e-4, gpus_per_run=0, memory_per_run=0)  # 1e-4: as Ray counts
+    for name, low in lowest.items():
+        for number in args.seeds if name == "seeds" else [getattr(args, name)]:
+            if not low <= number < 2**31:
+                fail(f"--{name.replace('_', '-')} {number}: expected {low} to {2**31 - 1}")
+    if args.gpus_per_run > 1 and args.gpus_per_run % 1:
+        fail(f"--gpus-per-run {args.gpus_per_run}: expected a whole number, or a fraction of one GPU")
+    of_kind = {"ppo": args.ppo_args, "ppg": args.ppg_args}
+    for kind, words in of_kind.items():
+        if words and not any(kind in script.stem for script in args.scripts):
             fail(f"--{kind}-args {words}: expected among --scripts one with {kind} in its name, to take them")
-    # Ray counts in ten-thousandths.
-    for name, lowest in (("cpus_per_run", 1e-4), ("gpus_per_run", 0), ("memory_per_run", 0), ("retries", 0)):
-        if not lowest <= getattr(args, name) < math.inf:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a finite number, {lowest:g} or more")
-
-    out, runs = Path(args.out).resolve(), {}
+        try:
+            of_kind[kind] = shlex.split(words)
+        except ValueError as error:
+            fail(f"--{kind}-args {words}: expected words, quoted as in a shell ({error})")
+    out = args.out.resolve()
     nearest = next(path for path in (out, *out.parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         fail(f"--out {args.out}: expected a directory that can be written to, and {nearest} is none")
-    for script in map(Path, args.scripts):
+
+    env_ids, runs = ENV_NAMES if "all" in args.env_ids else args.env_ids, {}
+    for script in args.scripts:
         module = load_script(script, "--scripts", ("Agent", "parse_args"))
         arguments = list(script_args)
-        for kind in ("ppo", "ppg"):
-            if kind in script.stem:
-                try:
-                    arguments += shlex.split(words := getattr(args, f"{kind}_args"))
-                except ValueError as error:
-                    fail(f"--{kind}-args {words}: expected words, quoted as in a shell ({error})")
+        for kind, words in of_kind.items():
+            arguments += words if kind in script.stem else []
         for word in arguments:
             if word.split("=")[0].replace("_", "-") in ("--env-id", "--seed", "--run-dir", "--run-name", "--resume"):
                 fail(f"{word}: run.py sets this flag itself; expected --env-ids, --seeds or --out")
@@ -160,11 +139,12 @@ def plan(args, script_args):
             parsed = module.parse_args()  # the script refuses bad flags in its own words
         if parsed.device == "cuda" and args.gpus_per_run == 0:
             fail("--device cuda: expected --gpus-per-run beside it, without which the runs see no GPU")
-
         for env_id, seed in product(env_ids, args.seeds):
             path = out / script.stem / env_id / str(seed)
             runs[path] = Run(script.resolve(), env_id, seed, arguments, parsed.total_timesteps, path)
         check_stored(out / script.stem, json.loads(json.dumps(vars(parsed))), runs, args.out)
+    if not runs or len(runs) < len(args.scripts) * len(env_ids) * len(args.seeds):
+        fail("--scripts, --env-ids, --seeds: expected at least one of each, each once, and scripts of different names")
     return sorted(runs.values(), key=lambda run: (args.seeds.index(run.seed), env_ids.index(run.env_id)))
 
 
@@ -184,11 +164,11 @@ def check_stored(directory, wanted, runs, out):
         except (OSError, ValueError, KeyError, TypeError):
             fail(f"--out {out}: expected runs there, and {config} is not the config.json of one")
         different = [name for name in wanted if name not in FREE and stored.get(name) != wanted[name]]
-        if different or not (steps == wanted["total_timesteps"] or grows):
-            name = (different or ["total_timesteps"])[0]
-            expected = "that" if different else "that, more steps for all games and seeds of the grid"
+        if steps != wanted["total_timesteps"] and not grows:
+            different.append("total_timesteps")
+        for name in different:
             flag = f"--{name.replace('_', '-')} {wanted[name]}"
-            fail(f"{flag}: {config.parent} was run with {stored.get(name)}; expected {expected}, or another --out")
+            fail(f"{flag}: expected {stored.get(name)}, as in {config.parent}, or another --out")
 
 
 def last_row(run):
@@ -199,25 +179,35 @@ def last_row(run):
         return {}
 
 
-def is_finished(run):
-    """Whether the run has all its steps, and a checkpoint of its end unless checkpoints were cleared away.
+def mark_finished(run, global_step):
+    """Note in the run's directory that it is finished, for when its checkpoint is deleted to save space."""
+    with contextlib.suppress(OSError):  # on a full disk the checkpoint still says so
+        (run.path / ".finished").write_text(str(global_step))
 
-    The last row alone does not say so: PPG may have an auxiliary phase left. Times of files do not either: copies
-    have others. A checkpoint in the middle of an auxiliary phase is the only one that holds π_old.
+
+def is_finished(run):
+    """Whether the run has all its steps: it was seen to be finished before, or its checkpoint is of the end.
+
+    The last row does not say so: an auxiliary phase or the checkpoint may have failed after it. Times of files do not
+    either: copies have others. A checkpoint in the middle of an auxiliary phase is the only one that holds π_old.
     """
+    with contextlib.suppress(OSError, ValueError):
+        if int((run.path / ".finished").read_text()) >= run.total_timesteps:
+            return True
     if last_row(run).get("global_step", 0) < run.total_timesteps:
         return False
-    if not (run.path / "checkpoint.pt").exists():
-        return True
     import torch  # not before: few calls come here, and it takes a second and memory in each of Ray's processes
 
     try:  # mapped: a buffer stays on the disk
         checkpoint = torch.load(run.path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-        steps = checkpoint["tables"]["progress"][-1]["global_step"]
         buffer = checkpoint["processes"][0].get("buffer", {"rollouts": []})
-        return steps >= run.total_timesteps and not any("old_logits" in rollout for rollout in buffer["rollouts"])
-    except Exception:  # resuming reports what is wrong with it
+        in_phase = any("old_logits" in rollout for rollout in buffer["rollouts"])
+        finished = checkpoint["global_step"] >= run.total_timesteps and not in_phase
+    except Exception:  # there is none, or resuming reports what is wrong with it
         return False
+    if finished:
+        mark_finished(run, checkpoint["global_step"])
+    return finished
 
 
 def is_busy(run):
@@ -258,7 +248,7 @@ def train(run, variables):
     """Train one run to its end, on the node and in the process where Ray calls this, with the environment `variables`;
     yields its newest row, over and over. Closing or interrupting the generator stops the run with a checkpoint.
 
-    Raises: RuntimeError if the script fails, with its exit code and the last line of its output.
+    Raises: RuntimeError if the script fails, with its exit code and its last error, or else the last line it wrote.
     """
     while is_busy(run):  # a script outlives its launcher where there is no setpriv, or was started by other means
         yield last_row(run)
@@ -273,6 +263,7 @@ def train(run, variables):
     with open(run.log, "a") as log:
         where = f"{datetime.now():%Y-%m-%d %H:%M:%S} {socket.gethostname()}"
         print(f"=== {where}: {shlex.join(words)}", file=log, flush=True)
+        start = log.tell()
         if shutil.which("setpriv"):
             words = ["setpriv", "--pdeathsig", "KILL", *words]  # if this process is killed, so is the script
         # In a session of its own the script does not hear the terminal's Ctrl-C: the launcher stops it, once.
@@ -286,130 +277,109 @@ def train(run, variables):
             process.terminate()
             process.wait()
     if process.returncode != 0:
-        last_line = run.log.read_text(errors="replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"exit code {process.returncode}: {last_line}")
-
-
-def time_left(runs, slots):
-    """Seconds until the grid is complete: the steps left at the pace of each script, spread over the runs side by side.
-
-    None when nothing is left, or while the pace of no script is known.
-    """
-    paces = {}
-    for run in runs:
-        if run.row.get("SPS", 0) > 0 and run.state in ("running", "done"):
-            paces.setdefault(run.script, []).append(run.row["SPS"])
-    unfinished = [run for run in runs if run.state in ("waiting", "running")]
-    if not paces or not unfinished:
-        return None
-    paces = {script: sum(values) / len(values) for script, values in paces.items()}
-    slowest = min(paces.values())
-    seconds = [max(0, run.total_timesteps - run.global_step) / paces.get(run.script, slowest) for run in unfinished]
-    return max(max(seconds), sum(seconds) / max(1, slots))
+        output = run.log.read_bytes()[start:].decode(errors="replace").strip()
+        errors = re.findall(r"^\S* ?[Ee]rror: .*", output, re.MULTILINE)  # before a last line that shows the progress
+        raise RuntimeError(f"exit code {process.returncode}: {(errors or output.splitlines() or [''])[-1]}")
+    mark_finished(run, int(last_row(run).get("global_step", 0)))
 
 
 def summary(runs):
-    """One line on the whole grid, as text."""
-    states = [run.state for run in runs]
-    line = ", ".join(f"{states.count(state)} {state}" for state in ("done", "running", "waiting", "failed"))
-    left = time_left(runs, states.count("running"))
-    return line if left is None else f"{line}, {timedelta(seconds=round(left))} left"
+    """One line on the whole grid: how many runs are in which state and, once the pace of a script is known, the time
+    left, for the steps left at the pace of each script, spread over the runs side by side."""
+    rows = [(run.script, run.state, run.total_timesteps - run.global_step, run.row.get("SPS")) for run in runs]
+    table = pd.DataFrame(rows, columns=["script", "state", "steps", "pace"]).astype({"pace": float})
+    paces = table[table.state.isin(["running", "done"])].groupby("script").pace.mean()
+    unfinished = table[table.state.isin(["running", "waiting"])]
+    seconds = unfinished.steps.clip(0) / unfinished.script.map(paces).fillna(paces.min())
+
+    counts = {state: (table.state == state).sum() for state in ("done", "running", "waiting", "failed")}
+    line = ", ".join(f"{count} {state}" for state, count in counts.items())
+    left = max(seconds.max(), seconds.sum() / max(1, counts["running"]))
+    return f"{line}, {timedelta(seconds=round(left))} left" if left < math.inf else line
 
 
 def overview(runs, note):
     """The whole grid in one line, a table of the runs that are under way or failed, and a note."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("script", "game", "seed", "state", "steps", "of", "steps/s", "return"):
-        table.add_column(column, justify="left" if column in ("script", "game", "state") else "right")
+    numbers = (Column(name, justify="right") for name in ("seed", "steps", "of", "steps/s", "return"))
+    table = Table("script", "game", "state", *numbers, box=box.SIMPLE_HEAD)
     for run in runs:
         if run.state in ("running", "failed"):
             state = run.state + (f" (failures: {run.failures})" if run.failures else "")
-            steps, total = f"{run.global_step:,}", f"{run.total_timesteps:,}"
+            cells = (str(run.seed), f"{run.global_step:,}", f"{run.total_timesteps:,}")
             pace, episodic_return = (run.row.get(name, math.nan) for name in ("SPS", "episodic_return"))
-            cells = (run.script.stem, run.env_id, str(run.seed), state, steps, total)
-            table.add_row(*cells, f"{pace:.0f}", f"{episodic_return:.2f}")
-    return Group(summary(runs), *([table] if table.row_count else []), *([note] if note else []))
+            table.add_row(run.script.stem, run.env_id, state, *cells, f"{pace:.0f}", f"{episodic_return:.2f}")
+    return Group(summary(runs), *([table] if table.row_count else []), note)
+
+
+def start_ray(args):
+    """Start Ray here, or join the cluster; returns `train` as a task that takes the resources of a run."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    here = {"include_dashboard": False} if args.address is None else {}
+    try:
+        if place := re.fullmatch(r"([^/]+):(\d+)", args.address or ""):  # Ray itself would try for minutes
+            socket.create_connection((place[1], int(place[2])), timeout=10).close()
+        ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **here)
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        fail(f"--address {args.address}: expected the host:port of a Ray cluster, or auto ({reason})")
+    for name, resource, unit in (("cpus", "CPU", 1), ("gpus", "GPU", 1), ("memory", "memory", 1e9)):
+        amount, present = getattr(args, f"{name}_per_run"), ray.cluster_resources().get(resource, 0) / unit
+        if here and amount > present:  # a cluster may yet grow
+            fail(f"--{name}-per-run {amount:g}: expected at most what this machine has, {present:.3g}")
+    resources = dict(num_cpus=args.cpus_per_run, num_gpus=args.gpus_per_run, memory=args.memory_per_run * 1e9 or None)
+    return ray.remote(train).options(**resources, max_retries=0)  # `main` counts failures
 
 
 def main():
     args, script_args = parse_args(sys.argv[1:])
-    runs = plan(args, script_args)
+    runs, variables = plan(args, script_args), environment(args)
     for run in runs:
         run.row = last_row(run)
         run.state = "running" if is_busy(run) else "done" if is_finished(run) else "waiting"
-
     if args.dry_run:
         for run in runs:
             if run.state == "waiting":
                 incomplete = incomplete_path(run)
-                aside = shlex.join(["mv", str(run.path), str(incomplete)]) + " && " if incomplete else ""
-                variables = " ".join(f"{name}={value}" for name, value in environment(args).items())
-                print(f"{aside}{variables} {shlex.join(command(run))}")
-        print(summary(runs), file=sys.stderr)
+                aside = f"{shlex.join(['mv', str(run.path), str(incomplete)])} && " if incomplete else ""
+                print(aside + " ".join(map("=".join, variables.items())), shlex.join(command(run)))
+    if args.dry_run or all(run.state == "done" for run in runs):
+        print(summary(runs), file=sys.stderr if args.dry_run else sys.stdout)
         return
-    if all(run.state == "done" for run in runs):
-        print(summary(runs))
-        return
-
-    import ray  # not before: to print commands must not take it
-
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    local = dict(include_dashboard=False) if args.address is None else {}
-    try:
-        if place := re.fullmatch(r"([^/]+):(\d+)", args.address or ""):  # Ray itself would try for minutes
-            socket.create_connection((place[1], int(place[2])), timeout=10).close()
-        ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        fail(f"--address {args.address}: expected the host:port of a Ray cluster, or auto ({reason})")
-    amounts = (("cpus", args.cpus_per_run, "CPU", 1), ("gpus", args.gpus_per_run, "GPU", 1))
-    for name, amount, resource, unit in (*amounts, ("memory", args.memory_per_run, "memory", 1e9)):
-        present = ray.cluster_resources().get(resource, 0) / unit
-        if args.address is None and amount > present:  # a cluster may yet grow
-            fail(f"--{name}-per-run {amount:g}: expected at most what this machine has, {present:.3g}")
-    remote_train = ray.remote(train).options(
-        num_cpus=args.cpus_per_run,
-        num_gpus=args.gpus_per_run,
-        memory=args.memory_per_run * 1e9 or None,
-        max_retries=0,  # failures are counted below
-    )
 
     # The first SIGINT or SIGTERM stops every run with a checkpoint, the second one at once.
-    stop_signals, stopping = [], False
+    remote_train, stop_signals, note = start_ray(args), [], ""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, frame: stop_signals.append(signum))
-
-    console, note = Console(), None
-    generators = {remote_train.remote(run, environment(args)): run for run in runs if run.state != "done"}
-    with Live(console=console, auto_refresh=False) if console.is_terminal else open(os.devnull) as live:
-        next_line = 0.0
+    console, next_line = Console(), 0.0
+    generators = {remote_train.remote(run, variables): run for run in runs if run.state != "done"}
+    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
         while generators and len(stop_signals) < 2:
             ready, _ = ray.wait(list(generators), num_returns=len(generators), timeout=1)
             for generator in ready:
-                run = generators[generator]
+                run = generators.pop(generator)
                 try:
-                    run.row = ray.get(next(generator)) or run.row
-                    run.state = "running"
+                    run.row, run.state = ray.get(next(generator)), "running"
+                    generators[generator] = run
                 except StopIteration:
                     run.row, run.state = last_row(run), "done"
-                except (ray.exceptions.RayError, RuntimeError) as error:
-                    reason = str(error).strip().split("\n")[-1]
+                except ray.exceptions.RayError as error:
+                    run.state = "waiting"
+                    if stop_signals:
+                        continue
                     run.failures = 1 if run.global_step > run.step_at_failure else run.failures + 1
                     run.step_at_failure = max(run.step_at_failure, run.global_step)
-                    run.state = "waiting" if stopping or run.failures <= args.retries else "failed"
-                    if not stopping:
-                        where = f"failure {run.failures} at {run.global_step} steps"
-                        print(f"{run}: {where}: {reason}; see {run.log}", flush=True)
-                if run.state != "running":
-                    del generators[generator]
-                    if run.state == "waiting" and not stopping:
-                        generators[remote_train.remote(run, environment(args))] = run
+                    where = f"failure {run.failures} at {run.global_step} steps"
+                    print(f"{run.log}: {where}: {str(error).strip().splitlines()[-1]}", flush=True)
+                    if run.failures > args.retries:
+                        run.state = "failed"
+                    else:
+                        generators[remote_train.remote(run, variables)] = run
 
-            if stop_signals and not stopping:
-                stopping, note = True, "stopping, each run with a checkpoint; once more: at once"
+            if stop_signals and not note:
+                note = "stopping, each run with a checkpoint; once more: at once"
                 for generator in generators:
                     ray.cancel(generator)
-            if console.is_terminal:
+            if live:
                 live.update(overview(runs, note), refresh=True)
             elif time.monotonic() >= next_line:
                 next_line = time.monotonic() + 60
@@ -419,7 +389,7 @@ def main():
         ray.cancel(generator, force=True)
     ray.shutdown()
     print(summary(runs))
-    if stopping:
+    if stop_signals:
         print("to complete the grid, run the same command again")
         sys.exit(128 + stop_signals[0])
     sys.exit(any(run.state != "done" for run in runs))

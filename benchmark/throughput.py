@@ -1,21 +1,13 @@
-"""How fast the scripts train on this machine, and how near that is to the limit: the network's own arithmetic.
+"""How fast the scripts train on this machine, where the time goes, and how much memory it takes.
 
     python benchmark/throughput.py
-    python benchmark/throughput.py --num-steps 256   # on a GPU
+    python benchmark/throughput.py --num-steps 256 --compile   # on a GPU
 
-Each configuration (script, precision, compiled or not) is measured in a process of its own:
-
-- the script trains two phases at its defaults, shortened: rollouts are `num_steps` long and a phase of PPG is one
-  iteration, while samples per minibatch, epochs and the work per environment step stay as they are. The first phase
-  warms up, the second one counts: environment steps per second and the share of time in each part;
-- the same network alone, on random observations: forward at `num_envs` (inference), forward and backward at the
-  fastest microbatch (training).
-
-The limit is the time in which the network alone would do the passes of one environment step: for PPO one of
-inference and `update_epochs` of training, for PPG one of inference and `e_pi + e_aux` of training (π_old's pass, of one
-encoder, is left out). Efficiency is this limit over the time that the script takes; above 1 means that the machine's
-speed varied in between. Memory is the peak of the run, plus what full rollouts and a full buffer
-would take. The table is printed, and saved as OUT.md and OUT.csv after each line.
+Each script trains two phases at its defaults, shortened: rollouts are `num_steps` long and a phase of PPG is one
+iteration, while samples per minibatch, epochs and the work per environment step stay as they are. The first phase
+warms up, the second one counts. Time is shared out among the environment, the rest of the rollout (in which the
+network acts), the update and the auxiliary phase. Memory is the peak of the process, which is the configuration's
+own, plus what full rollouts and a full buffer would take. The table is printed, and saved after each line.
 """
 
 import contextlib
@@ -27,197 +19,117 @@ import os
 import platform
 import resource
 import signal
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pandas as pd
 import torch
 import tyro
 from procgen.env import ENV_NAMES
 from tqdm import tqdm
 
-from common import fail, load_script
+from common import ROOT, fail, load_script
 
-ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("Args", "Agent", "Encoder", "ProcgenVecEnv", "Run", "start_process", "main")
+NEEDED = ("Args", "Agent", "ProcgenVecEnv", "Run", "start_process", "main")
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = (str(ROOT / "ppo_procgen.py"), str(ROOT / "ppg_procgen.py"))
-    """training scripts to measure"""
-    env_id: Literal[tuple(ENV_NAMES)] = "starpilot"
-    """the Procgen game"""
-    num_envs: int = 64
-    """environments that step side by side"""
-    num_steps: int = 64
-    """length of the shortened rollouts, a divisor of 256; 256 is the scripts' default"""
+    scripts: tuple[Path, ...] = (ROOT / "ppo_procgen.py", ROOT / "ppg_procgen.py")  # training scripts to measure
+    env_id: Literal[tuple(ENV_NAMES)] = "starpilot"  # the Procgen game
+    num_envs: int = 64  # environments that step side by side
+    num_steps: Literal[32, 64, 128, 256] = 64  # length of the shortened rollouts; the scripts' default is 256
     precisions: tuple[Literal["float32", "bfloat16"], ...] = ()
     """precisions to measure (none named: float32, and bfloat16 where the hardware has it)"""
-    compile: Literal["off", "on", "both"] = "both"
-    """whether the scripts train with --compile"""
-    microbatch_sizes: tuple[int, ...] = ()
-    """samples per pass to try for the network alone (none named: 32 to 256 on a CPU, 256 to 2048 on a GPU)"""
-    microbatch_size: int | None = None
-    """samples per pass of the scripts (None: their default)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU when there is one"""
-    out: str = "throughput"
-    """the table's files, without their endings"""
+    compile: bool = False  # measure the scripts' --compile, too
+    microbatch_size: int | None = None  # samples per training pass (None: the scripts' default)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU when there is one
+    out: Path = Path("throughput.txt")  # file for what is printed
 
 
-class PhaseClock:
-    """Adds up the time in each part of the training, from where a script's `Run` shows it to the next part or to the
-    point where a checkpoint may be due. The first phase warms up and does not count."""
+class Clock:
+    """Adds up the seconds in each part of the training: where a script's `Run` shows a part it begins, and it ends at
+    the next one or where a checkpoint may be due. Every rollout begins anew, so the last phase is what counts."""
 
     def __init__(self):
-        self.seconds = Counter()  # by part: rollout, update, auxiliary
-        self.rollouts = 0  # begun so far
-        self.started = None  # the part under way, and since when
+        self.seconds, self.part, self.since = Counter(), "", 0.0
 
-    def start(self, description):
-        part = next(part for part in ("rollout", "update", "auxiliary") if part in description)
-        self.stop()
-        self.rollouts += part == "rollout"
-        if self.rollouts > 1:
-            self.started = part, time.perf_counter()
+    def switch(self, part):
+        now = time.perf_counter()
+        self.seconds[self.part] += now - self.since
+        self.part, self.since = part, now
 
-    def stop(self):
-        if self.started:
-            part, since = self.started
-            self.seconds[part] += time.perf_counter() - since
-            self.started = None
-
-    def timed(self, run_class):
-        """A script's `Run` with this clock."""
+    def watch(self, script):
+        """Have the script's `Run` and `ProcgenVecEnv` tell this clock what is under way."""
         clock = self
 
-        class TimedRun(run_class):
+        class TimedRun(script.Run):
             def show(self, phase):
-                clock.start(phase)
+                clock.switch(next((part for part in ("rollout", "update", "auxiliary") if part in phase), ""))
+                if clock.part == "rollout":
+                    clock.seconds.clear()
                 super().show(phase)
 
             def checkpoint(self, *args, **kwargs):
-                clock.stop()
+                clock.switch("")
                 return super().checkpoint(*args, **kwargs)
 
-        return TimedRun
+        class TimedEnvs(script.ProcgenVecEnv):
+            def step(self, actions):
+                clock.switch("environment")
+                result = super().step(actions)
+                clock.switch("rollout")
+                return result
+
+        script.Run, script.ProcgenVecEnv = TimedRun, TimedEnvs
 
 
-def rate(compute, samples, device, seconds=2.0):
-    """Samples per second of `compute`, which handles `samples` at once: the median over repetitions."""
-    durations = []
-    compute()
-    while sum(durations) < seconds or len(durations) < 3:
-        start = time.perf_counter()
-        compute()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        durations.append(time.perf_counter() - start)
-    return samples / statistics.median(durations)
-
-
-def environment_rate(args):
-    """Steps per second of the environment alone, with random actions."""
-    script = load_script(Path(args.scripts[0]), "--scripts", NEEDED)
-    envs = script.ProcgenVecEnv(args.env_id, args.num_envs)
-    envs.reset()
-    actions = np.random.default_rng(0).integers(15, size=args.num_envs)
-    steps_per_second = rate(lambda: envs.step(actions), args.num_envs, torch.device("cpu"))
-    envs.close()
-    return steps_per_second
-
-
-def network_rates(script, args, precision, compiled, device, microbatch_sizes):
-    """Samples per second of the script's network alone: (inference, training, the fastest microbatch)."""
-    torch.compiler.reset()  # what the script compiled counts toward a limit
-    agent = script.Agent(15, bfloat16=precision == "bfloat16").to(device)
-    if compiled:  # as the scripts do
-        agent.apply(lambda module: isinstance(module, script.Encoder) and module.compile(dynamic=False))
-
-    def observations(number):
-        return torch.randint(0, 256, (number, 64, 64, 3), dtype=torch.uint8, device=device)
-
-    def train(microbatch):
-        logits, values = agent(microbatch)
-        (logits.sum() + values.sum()).backward()
-
-    to_play = observations(args.num_envs)
-    with torch.no_grad():
-        inference = rate(lambda: agent(to_play), args.num_envs, device)
-    training = {}
-    for size in microbatch_sizes:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            training[size] = rate(partial(train, observations(size)), size, device)
-    best = max(training, key=training.get)
-    return inference, training[best], best
-
-
-def shortened(default, args):
+def shortened(default, args, **changes):
     """Arguments for two phases of shorter rollouts, with as many samples a minibatch and epochs as `default`."""
     factor = default.num_steps // args.num_steps
-    changes = dict(num_minibatches=max(1, default.num_minibatches // factor))
+    changes |= {name: getattr(args, name) for name in ("env_id", "num_envs", "num_steps", "device", "microbatch_size")}
     if hasattr(default, "n_pi"):
         changes |= dict(n_pi=1, aux_minibatch_segments=min(args.num_envs, default.aux_minibatch_segments * factor))
     return dataclasses.replace(
         default,
-        env_id=args.env_id,
-        num_envs=args.num_envs,
-        num_steps=args.num_steps,
+        num_minibatches=max(1, default.num_minibatches // factor),
         total_timesteps=2 * args.num_envs * args.num_steps,
         checkpoint_interval=2,
-        device=args.device,
-        microbatch_size=args.microbatch_size,
         **changes,
     )
 
 
 def measure(args, path, precision, compiled):
-    """One line of the table: train with the script, then run its network alone. Runs in a process of its own."""
-    script = load_script(Path(path), "--scripts", NEEDED)
-    default, clock = script.Args(), PhaseClock()
-    script.Run = clock.timed(script.Run)
-    train_args = dataclasses.replace(shortened(default, args), precision=precision, compile=compiled)
-    device, _ = script.start_process(train_args, num_rollouts=2)
+    """One line of the table, in a process of its own, whose memory it tells."""
+    script, clock = load_script(path, "--scripts", NEEDED), Clock()
+    clock.watch(script)
+    default = script.Args()
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
-        script.main(dataclasses.replace(train_args, run_dir=directory))
+        script.main(shortened(default, args, precision=precision, compile=compiled, run_dir=directory))
     rollout = args.num_envs * args.num_steps
-    seconds = {part: clock.seconds[part] / rollout for part in ("rollout", "update", "auxiliary")}
+    parts = {"environment": "environment", "acting": "rollout", "update": "update", "auxiliary": "auxiliary"}
+    seconds = {name: clock.seconds[part] for name, part in parts.items()}
 
     # In place of the observations that this run held, those of full rollouts and a full buffer. There are two rollouts
     # at least: the one that is played, and the one before it.
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device)
+    if torch.cuda.is_initialized():
+        peak = torch.cuda.max_memory_reserved()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
-    is_ppg = hasattr(default, "n_pi")
-    rollouts = default.n_pi if is_ppg else 2
+    rollouts = getattr(default, "n_pi", 2)
     peak += (rollouts * args.num_envs * default.num_steps - 2 * rollout) * 64 * 64 * 3
-
-    microbatch_sizes = args.microbatch_sizes or ((32, 64, 128, 256) if device.type == "cpu" else (256, 512, 1024, 2048))
-    inference, training, best = network_rates(script, args, precision, compiled, device, microbatch_sizes)
-    passes = default.e_pi + default.e_aux if is_ppg else default.update_epochs
-    limit = 1 / inference + passes / training
     return {
-        "script": Path(path).stem,
+        "script": path.stem,
         "precision": precision,
         "compiled": "yes" if compiled else "no",
-        "steps/s": 1 / sum(seconds.values()),
+        "steps/s": rollout / sum(seconds.values()),
         **{f"{part} %": 100 * spent / sum(seconds.values()) for part, spent in seconds.items()},
-        "limit, steps/s": 1 / limit,
-        "efficiency": limit / sum(seconds.values()),
         "memory, GB": peak / 1e9,
-        "inference, samples/s": inference,
-        "training, samples/s": training,
-        "best microbatch": best,
     }
 
 
@@ -228,21 +140,6 @@ def processor():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def markdown(table):
-    """The table in Markdown."""
-
-    def cell(name, value):
-        if isinstance(value, str):
-            return value
-        if name.endswith("%"):
-            return f"{value:.0f}"
-        return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
-
-    lines = [table.columns, ["---"] * len(table.columns)]
-    lines += [[cell(name, row[name]) for name in table.columns] for row in table.to_dict("records")]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def send_result(connection, function, arguments):
@@ -273,42 +170,32 @@ def alone(function, *arguments):
 
 def main(args):
     """Measure what `args` name, print the table and save it; returns it."""
-    if args.num_steps < 1 or 256 % args.num_steps:
-        fail(f"--num-steps {args.num_steps}: expected a divisor of 256")
-    if args.num_envs < 8 or args.num_envs % 8:
-        fail(f"--num-envs {args.num_envs}: expected a multiple of the scripts' 8 minibatches")
-    if args.microbatch_sizes and min(args.microbatch_sizes) < 1:
-        fail(f"--microbatch-sizes {min(args.microbatch_sizes)}: expected 1 or more")
-    out = Path(args.out)
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        fail(f"--out {args.out}: expected a name in a directory that can be written to")
-    scripts = [load_script(Path(path), "--scripts", NEEDED) for path in args.scripts]
+    if args.num_envs < 1:
+        fail(f"--num-envs {args.num_envs}: expected 1 or more")
+    if not args.out.parent.is_dir() or args.out.is_dir() or not os.access(args.out.parent, os.W_OK):
+        fail(f"--out {args.out}: expected the name of a file, in a directory that can be written to")
+    scripts = [load_script(path, "--scripts", NEEDED) for path in args.scripts]
     if not scripts:
         fail("--scripts: expected at least one training script, and none is named")
     try:
-        short = shortened(scripts[0].Args(), args)
+        short = [shortened(script.Args(), args) for script in scripts]
     except ValueError as error:
         fail(error)
-    device, bfloat16 = scripts[0].start_process(short, num_rollouts=2)
+    device, bfloat16 = scripts[0].start_process(short[0], num_rollouts=2)
     precisions = args.precisions or ("float32", *["bfloat16"] * bfloat16)
-    compiled = {"off": (False,), "on": (True,), "both": (False, True)}[args.compile]
-    configurations = list(itertools.product(args.scripts, precisions, compiled))
+    configurations = list(itertools.product(args.scripts, precisions, (False, True)[: 1 + args.compile]))
 
-    machine = f"{processor()}, {torch.get_num_threads()} threads"
+    machine = f"{processor()}, {torch.get_num_threads()} threads; torch {torch.__version__}"
     if device.type == "cuda":
         machine = f"{torch.cuda.get_device_name(device)}, {machine}"
-    environment = alone(environment_rate, args)
-    head = (
-        f"{machine}; torch {torch.__version__}; {args.env_id}, {args.num_envs} environments\n\n"
-        f"The environment alone, with random actions: {environment:,.0f} steps/s.\n\n"
-    )
     lines = []
     for configuration in tqdm(configurations):
         lines.append(alone(measure, args, *configuration))
         table = pd.DataFrame(lines)
-        Path(f"{out}.md").write_text(head + markdown(table))
-        table.to_csv(f"{out}.csv", index=False)
-    print(head + markdown(table), end="")
+        text = table.to_string(index=False, float_format=lambda x: f"{x:,.0f}" if x >= 10 else f"{x:.2f}")
+        text = f"{machine}; {args.env_id}, {args.num_envs} environments\n\n{text}\n"
+        args.out.write_text(text)
+    print(text, end="")
     return table
 
 

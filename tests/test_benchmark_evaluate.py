@@ -15,6 +15,7 @@ import pytest
 import torch
 import tyro
 from procgen import ProcgenGym3Env
+from scipy import stats
 
 import evaluate
 import ppg_procgen
@@ -155,7 +156,7 @@ def test_the_network_that_plays_is_the_one_that_trained(runs, name, script):
     observations = torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8)
     with torch.no_grad():
         assert all(map(torch.equal, agent(observations), trained(observations)))
-    assert global_step == checkpoint["tables"]["progress"][-1]["global_step"] == 16 and not agent.encoder.bfloat16
+    assert global_step == checkpoint["global_step"] == 16 and not agent.encoder.bfloat16
     assert getattr(agent, "arch", None) == ("detach" if name == "ppg" else None)
 
     config["precision"] = "bfloat16"
@@ -163,21 +164,18 @@ def test_the_network_that_plays_is_the_one_that_trained(runs, name, script):
     assert sys.modules[script.__name__] is script, "the import leaves others' modules alone"
 
 
-def test_a_checkpoint_from_before_the_first_iteration_has_no_steps(ppo):
-    checkpoint = torch.load(ppo / "checkpoint.pt", weights_only=True)
-    checkpoint["tables"]["progress"] = []
-    torch.save(checkpoint, ppo / "checkpoint.pt")
-    assert evaluate.read_run(ppo)[2] == 0
-
-
 def test_a_file_of_weights_plays_as_the_run_it_is_from(ppg, tmp_path):
     saved = result(ppg, "--episodes", 3)
     config, state_dict, global_step = evaluate.read_run(ppg)
-    weights = tmp_path / "small.pt"
+    weights, video = tmp_path / "small.pt", tmp_path / "agent.mp4"
     torch.save({"agent": state_dict, "global_step": global_step, "config": config}, weights)
-    assert result(weights, "--episodes", 3) == saved
-    assert [path.name for path in tmp_path.glob("*.json")] == [
-        "small__evaluation__16-steps__easy__levels-5-8__3-episodes__sampled__seed-0.json"
+    assert result(weights, "--episodes", 3, "--video", video) == saved
+    assert len(imageio.imread(video, plugin="pyav")) == saved["evaluation"]["episodic_lengths"][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "agent.mp4",
+        "ppg",
+        "small.pt",
+        "small__evaluation__16-steps__easy__levels-5-8__3-episodes__sampled__seed-0.json",
     ]
 
 
@@ -233,9 +231,12 @@ def test_greedy_and_sampled_episodes_differ_and_each_has_its_file(ppo):
     assert names == [f"{start}greedy__seed-0.json", f"{start}sampled__seed-0.json"]
 
 
-def test_a_single_episode_is_enough_for_all_but_an_interval(ppo):
-    stats = result(ppo, "--episodes", 1)["evaluation"]["statistics"]
+def test_a_single_episode_is_enough_for_all_but_an_interval(ppg, capsys):
+    saved = result(ppg, "--episodes", 1, "--gap")
+    stats = saved["training_levels"]["statistics"]
     assert stats["mean_95_interval"] is None and stats["mean"] == stats["median"] == stats["max"]
+    assert saved["gap"]["mean_95_interval"] is None
+    assert capsys.readouterr().out.count("(no interval, as returns do not differ)") == 3
 
 
 def test_other_levels_and_another_difficulty_can_be_played(ppo, ppg):
@@ -248,31 +249,34 @@ def test_other_levels_and_another_difficulty_can_be_played(ppo, ppg):
 # Intervals
 
 
-def test_the_interval_is_that_of_a_brute_force_bootstrap():
-    rng = np.random.default_rng(1)
-    returns, others = rng.exponential(5, size=20), rng.exponential(3, size=30)
-    means = [np.mean([returns[i] for i in rng.integers(20, size=20)]) for _ in range(10_000)]
-    other_means = [np.mean([others[i] for i in rng.integers(30, size=30)]) for _ in range(10_000)]
-    for interval, resampled in (
-        (evaluate.mean_interval(returns), means),
-        (evaluate.difference_interval(returns, others), np.subtract(means, other_means)),
-    ):
-        low, high = np.quantile(resampled, [0.025, 0.975])
-        assert interval == pytest.approx([low, high], abs=0.05 * (high - low))
+def test_intervals_by_hand():
+    """t = 4.3027 for 2 degrees of freedom. The samples' means 2 and 3 have variances 1 and 16 / 3."""
+    assert evaluate.mean_interval([0.0, 7.5, 7.5]) == pytest.approx([5 - 2.5 * 4.3027, 5 + 2.5 * 4.3027], abs=1e-3)
+    freedom = (1 + 16 / 3) ** 2 / (1**2 / 1 + (16 / 3) ** 2 / 2)
+    reach = stats.t.ppf(0.975, freedom) * (1 + 16 / 3) ** 0.5
+    assert evaluate.mean_interval([1.0, 3.0], [-1.0, 3.0, 7.0]) == pytest.approx([-1 - reach, -1 + reach])
 
 
-def test_the_interval_holds_the_mean_in_about_95_of_100_cases():
-    rng, hits = np.random.default_rng(2), 0
-    for _ in range(200):
-        low, high = evaluate.mean_interval(rng.choice([0.0, 10.0], size=60, p=[0.4, 0.6]))
-        hits += low <= 6 <= high
-    assert 0.90 <= hits / 200 <= 0.99
+def test_an_interval_holds_the_mean_as_often_as_it_says_or_there_is_none():
+    """P(success) 0.9, over all numbers of successes; for exponential returns, of a thousand samples each."""
+    for episodes, none, coverage in ((2, 0.820, 1.0), (10, 0.349, 0.997), (20, 0.122, 0.997), (100, 0.0, 0.932)):
+        given = held = 0
+        for successes in range(episodes + 1):
+            interval = evaluate.mean_interval([10.0] * successes + [0.0] * (episodes - successes))
+            probability = stats.binom.pmf(successes, episodes, 0.9)
+            given += probability * (interval is not None)
+            held += probability * (interval is not None and interval[0] <= 9 <= interval[1])
+        assert (1 - given, held / given) == pytest.approx((none, coverage), abs=1e-3)
+
+    rng = np.random.default_rng(0)
+    for episodes, lowest in ((10, 0.87), (100, 0.92)):
+        held = [low <= 5 <= high for low, high in map(evaluate.mean_interval, rng.exponential(5, (1000, episodes)))]
+        assert lowest <= np.mean(held) <= 0.97
 
 
-def test_equal_returns_give_an_interval_of_width_zero():
-    equal = np.full(7, float(np.float32(0.7)))
-    assert evaluate.mean_interval(equal) == [equal[0], equal[0]]
-    assert evaluate.difference_interval(equal, np.zeros(5)) == [equal[0], equal[0]]
+@pytest.mark.parametrize("samples", [([10.0] * 20,), ([10.0],), ([10.0] * 20, [0.0, 10.0]), ([0.0, 10.0], [10.0])])
+def test_returns_that_do_not_differ_give_no_interval(samples):
+    assert evaluate.mean_interval(*samples) is None
 
 
 # The generalization gap
@@ -286,7 +290,7 @@ def test_the_gap_is_between_the_training_levels_and_levels_strictly_outside_them
     assert max(unseen["level_seeds"]) > 2**30, "from the whole range"
     returns, unseen_returns = seen["episodic_returns"], unseen["episodic_returns"]
     assert saved["gap"]["mean"] == pytest.approx(np.mean(returns) - np.mean(unseen_returns))
-    assert saved["gap"]["mean_95_interval"] == evaluate.difference_interval(np.array(returns), np.array(unseen_returns))
+    assert saved["gap"]["mean_95_interval"] == evaluate.mean_interval(returns, unseen_returns)
     out = capsys.readouterr().out
     assert "levels 5 to 7" in out and f"levels 8 to {2**31 - 2}" in out and "generalization gap" in out
     assert [path.name for path in ppg.glob("evaluation*")] == [
@@ -407,7 +411,7 @@ def refused(capsys, tmp_path, *words):
 @pytest.mark.parametrize(
     "words, start, reason",
     [
-        ("--episodes 0", "--episodes 0: ", "1 or more"),
+        ("--episodes 0", "--episodes 0: ", "1 to 2147483647"),
         ("--num-levels -1", "--num-levels -1: ", "0 to 2147483647"),
         ("--start-level -5", "--start-level -5: ", "0 to 2147483647"),
         ("--seed 2147483648", "--seed 2147483648: ", "0 to 2147483647"),
@@ -420,8 +424,7 @@ def refused(capsys, tmp_path, *words):
         ("--grid --video a.mp4 --episodes 15", "--episodes 15: ", "16"),
         ("--video a.avi", "--video a.avi: ", ".mp4 or .gif"),
         ("--video nowhere/a.mp4", "--video nowhere/a.mp4: ", "directory"),
-        ("--device cuda:99", "--device cuda:99: ", "present"),
-        ("--device meta", "--device meta: ", "present"),
+        ("--device cuda", "--device cuda: ", "a GPU"),
         ("--script nowhere.py", "--script nowhere.py: ", "training script"),
         ("--script README.md", "--script README.md: ", "training script"),
         ("--script tests/preload.py", "--script tests/preload.py: ", "no Agent"),
@@ -437,11 +440,11 @@ def test_bad_flags_are_refused_in_one_line(monkeypatch, capsys, ppg, tmp_path, w
 def test_a_gap_needs_levels_that_were_not_trained_on(capsys, ppo, ppg, tmp_path):
     assert "--gap: " in (complaint := refused(capsys, tmp_path, ppo, "--gap")) and "all levels" in complaint
     change_args(ppg, start_level=8, num_levels=2**31 - 9)
-    assert "beyond" in refused(capsys, tmp_path, ppg, "--gap")
+    assert "--gap: expected levels up to 2147483645" in refused(capsys, tmp_path, ppg, "--gap")
 
 
 @pytest.mark.parametrize(
-    "problem", ["missing", "no config", "no json", "no checkpoint", "truncated", "foreign", "no tables", "weights"]
+    "problem", ["missing", "no config", "no json", "no checkpoint", "truncated", "foreign", "no steps", "weights"]
 )
 def test_a_directory_that_is_no_run_is_refused_in_one_line(capsys, ppo, tmp_path, problem):
     config, checkpoint = ppo / "config.json", ppo / "checkpoint.pt"
@@ -457,10 +460,23 @@ def test_a_directory_that_is_no_run_is_refused_in_one_line(capsys, ppo, tmp_path
         checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     elif problem == "foreign":
         torch.save({"weights": torch.zeros(1)}, checkpoint)
-    elif problem == "no tables":
+    elif problem == "no steps":
         torch.save({"agent": {}}, checkpoint)
     else:
         ppo = checkpoint  # a file of weights would have a config
+    assert f"RUN_DIR {ppo}: " in refused(capsys, tmp_path, ppo)
+
+
+@pytest.mark.parametrize("steps", ["../16", -1, None])
+def test_a_checkpoint_writes_no_file_elsewhere(capsys, ppo, tmp_path, steps):
+    checkpoint = torch.load(ppo / "checkpoint.pt", weights_only=True)
+    torch.save(checkpoint | {"global_step": steps}, ppo / "checkpoint.pt")
+    assert f"RUN_DIR {ppo}: " in refused(capsys, tmp_path, ppo)
+
+
+@pytest.mark.parametrize("args", [dict(distribution_mode="../hard"), dict(env_id="pong"), dict(num_levels="all")])
+def test_a_config_that_no_script_writes_is_refused(capsys, ppo, tmp_path, args):
+    change_args(ppo, **args)
     assert f"RUN_DIR {ppo}: " in refused(capsys, tmp_path, ppo)
 
 

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path, ca
 
     # The overview lags behind the scripts: interrupt once it has shown them, too.
     summary = re.compile(r"\d done, 2 running, \d waiting, 0 failed, 0:\d\d:\d\d left")
-    row = re.compile(r"pp[og]_procgen +starpilot +[12] +running +\d+ +384 +\d+ +(nan|-?\d+\.\d\d)")
+    row = re.compile(r"pp[og]_procgen +starpilot +running +[12] +\d+ +384 +\d+ +(nan|-?\d+\.\d\d)")
     interrupted = wait_until(
         lambda: summary.search(text := overview()) and row.search(text) and training_with_checkpoints(out, 2)
     )
@@ -165,10 +166,28 @@ def test_a_grid_completes_after_ctrl_c_a_killed_run_and_a_lost_node(tmp_path, ca
         pd.testing.assert_frame_equal(without_time(path), without_time(script.main(script.parse_args())))
 
 
+FULL_DISK = """
+def save(*args):
+    torch.save = whole
+    if not Path(FULL).exists():
+        Path(FULL).touch()
+        raise OSError(28, "No space left on device")
+    whole(*args)
+
+
+whole, torch.save = torch.save, save
+"""
+
+
 def test_a_run_that_keeps_failing_is_reported_and_the_others_go_on(tmp_path):
-    words = ["--scripts", str(ROOT / "ppo_procgen.py"), "--env-ids", "coinrun", "--seeds", "1", "2", "--out", "out"]
+    """Seed 1 has a damaged checkpoint. Seed 2 cannot save its only one once it has all rows, and is trained again."""
+    script = tmp_path / "ppo_procgen.py"
+    text = Path(ppo_procgen.__file__).read_text()
+    prelude = f"FULL = {str(tmp_path / 'full')!r}\n{FULL_DISK}\n"
+    script.write_text(text.replace('if __name__ == "__main__":', prelude + 'if __name__ == "__main__":'))
+    words = ["--scripts", str(script), "--env-ids", "coinrun", "--seeds", "1", "2", "--out", "out"]
     words += ["--retries", "1", "--cpus-per-run", "0.5", "--", *TINY, "--total-timesteps", "32"]
-    broken = tmp_path / "out" / "ppo_procgen" / "coinrun" / "1"
+    broken, full = (tmp_path / "out" / "ppo_procgen" / "coinrun" / seed for seed in "12")
     broken.mkdir(parents=True)
     (broken / "checkpoint.pt").write_text("no checkpoint")
 
@@ -177,10 +196,14 @@ def test_a_run_that_keeps_failing_is_reported_and_the_others_go_on(tmp_path):
     assert result.returncode == 1
     assert "1 done, 0 running, 0 waiting, 1 failed" in result.stdout
     for failure in (1, 2):
-        assert f"ppo_procgen coinrun 1: failure {failure} at 0 steps: RuntimeError: exit code 2: " in result.stdout
+        assert f"{broken}.log: failure {failure} at 0 steps: RuntimeError: exit code 2: " in result.stdout
     assert "failure 3" not in result.stdout
     assert (broken / "checkpoint.pt").read_text() == "no checkpoint"
-    assert len(pd.read_csv(tmp_path / "out" / "ppo_procgen" / "coinrun" / "2" / "progress.csv")) == 1
+
+    assert re.search(rf"{full}.log: failure 1 at \d+ steps: RuntimeError: exit code 1: .*No space left", result.stdout)
+    (aside,) = full.parent.glob("2.incomplete-*")
+    assert len(without_time(aside)) == len(without_time(full)) == 1
+    assert (full / "checkpoint.pt").exists() and not (aside / "checkpoint.pt").exists()
 
 
 @pytest.mark.parametrize("gpus, visible", [(0, ""), (0.5, "3")])
@@ -191,6 +214,25 @@ def test_runs_see_no_gpu_unless_they_are_given_some(gpus, visible, tmp_path, mon
     one = run.Run(script, "coinrun", 1, [], 32, tmp_path / "runs" / "1")
     list(run.train(one, run.environment(run.Args(cpus_per_run=2.5, gpus_per_run=gpus))))
     assert one.log.read_text().splitlines()[-1] == f"{visible} 2"
+
+
+@pytest.mark.parametrize(
+    "last_words, reason",
+    [
+        ("sys.exit('script.py: error: --gamma 2: expected 1')", "exit code 1: script.py: error: --gamma 2: expected 1"),
+        ("raise ValueError('odd')", "exit code 1: ValueError: odd"),
+        ("print('32 of 128 steps', flush=True); os.kill(os.getpid(), 9)", "exit code -9: 32 of 128 steps"),
+        ("os._exit(3)", "exit code 3: "),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_last_error_of_this_attempt(last_words, reason, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import atexit, os, sys\natexit.register(print, '64 of 128 steps')\n{last_words}\n")
+    one = run.Run(script, "coinrun", 1, [], 32, tmp_path / "runs" / "1")
+    one.log.parent.mkdir()
+    one.log.write_text("ValueError: of an earlier attempt\n")
+    with pytest.raises(RuntimeError, match=f"^{re.escape(reason)}$"):
+        list(run.train(one, {}))
 
 
 def test_dry_run_prints_the_96_commands_of_the_full_grid_and_writes_nothing(tmp_path, call):
@@ -254,21 +296,21 @@ SAME = ["--total-timesteps", "1_000_000"]
 @pytest.mark.parametrize(
     "own, of_scripts, message",
     [
-        ([], [*SAME, "--n-pi", "8"], "--n-pi 8: {run} was run with 32; expected that, or another --out"),
-        (["--ppg-args", "--arch detach"], SAME, "--arch detach: {run} was run with dual; expected that, or"),
-        (["--seeds", "2"], [*SAME, "--gamma", "0.9"], "--gamma 0.9: {run} was run with 0.999; expected that"),
-        ([], ["--total-timesteps", "500_000"], "--total-timesteps 500000: {run} was run with 1000000; expected"),
-        (["--seeds", "2"], ["--total-timesteps", "2_000_000"], "--total-timesteps 2000000: {run} was run with 1000000"),
+        ([], [*SAME, "--n-pi", "8"], "--n-pi 8: expected 32, as in {run}, or another --out"),
+        (["--ppg-args", "--arch detach"], SAME, "--arch detach: expected dual, as in {run}, or"),
+        (["--seeds", "2"], [*SAME, "--gamma", "0.9"], "--gamma 0.9: expected 0.999, as in {run}"),
+        ([], ["--total-timesteps", "500_000"], "--total-timesteps 500000: expected 1000000, as in {run}"),
+        (["--seeds", "2"], ["--total-timesteps", "2_000_000"], "--total-timesteps 2000000: expected 1000000"),
         (["--scripts", "nowhere.py"], SAME, "--scripts nowhere.py: expected a training script, a Python file"),
         (["--scripts", run.__file__], SAME, "expected ppo_procgen.py, ppg_procgen.py or a copy; this file has no"),
-        (["--seeds", "1", "1"], SAME, "--seeds 1 1: expected at least one, and each once"),
-        (["--env-ids", "starpilot", "starpilot"], SAME, "--env-ids starpilot starpilot: expected at least one"),
-        (["--env-ids", "pong"], SAME, "--env-ids pong: expected all alone, or some of bigfish, bossfight"),
-        (["--env-ids", "all", "maze"], SAME, "--env-ids all: expected all alone, or some of bigfish"),
+        (["--seeds", "1", "1"], SAME, "--seeds: expected at least one of each, each once"),
+        (["--seeds"], SAME, "--seeds: expected at least one of each, each once"),
+        (["--env-ids", "maze", "maze"], SAME, "--env-ids, --seeds: expected at least one of each, each once"),
         (["--seeds", "-1"], SAME, "--seeds -1: expected 0 to 2147483647"),
-        (["--cpus-per-run", "0"], SAME, "--cpus-per-run 0.0: expected a finite number, 0.0001 or more"),
-        (["--memory-per-run", "nan"], SAME, "--memory-per-run nan: expected a finite number, 0 or more"),
-        (["--retries", "-1"], SAME, "--retries -1: expected a finite number, 0 or more"),
+        (["--cpus-per-run", "0"], SAME, "--cpus-per-run 0.0: expected 0.0001 to 2147483647"),
+        (["--gpus-per-run", "1.5"], SAME, "--gpus-per-run 1.5: expected a whole number, or a fraction of one GPU"),
+        (["--memory-per-run", "nan"], SAME, "--memory-per-run nan: expected 0 to 2147483647"),
+        (["--retries", "-1"], SAME, "--retries -1: expected 0 to 2147483647"),
         (["--ppo-args", "--gamma 1"], SAME, "--ppo-args --gamma 1: expected among --scripts one with ppo in its name"),
         (["--ppg-args", "--n-pi '8"], SAME, "--ppg-args --n-pi '8: expected words, quoted as in a shell"),
         (["--scripts", "bad.py"], SAME, "--scripts bad.py: expected a training script that can be imported (Name"),
@@ -278,7 +320,7 @@ SAME = ["--total-timesteps", "1_000_000"]
         ([], [*SAME, "--seed", "3"], "--seed: run.py sets this flag itself"),
         ([], [*SAME, "--run_dir=x"], "--run_dir=x: run.py sets this flag itself"),
         ([], [*SAME, "--num-minibatches", "7"], "--num-minibatches 7: expected a divisor of 16384"),
-        ([], [*SAME, "--channels", "8", "16", "16"], "--channels [8, 16, 16]: {run} was run with [16, 32, 32]; exp"),
+        ([], [*SAME, "--channels", "8", "16", "16"], "--channels [8, 16, 16]: expected [16, 32, 32], as in"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag_before_anything_is_written(
@@ -321,36 +363,88 @@ def test_a_grid_may_grow_by_seeds_and_as_a_whole_by_steps(seeds, total, existing
     assert len(call(*words, total)[0].splitlines()) == len(seeds)
 
 
-def test_a_run_is_finished_when_its_last_row_and_its_checkpoint_are_of_the_end(tmp_path):
-    path = tmp_path
-    unfinished = SimpleNamespace(path=path, total_timesteps=100)
-    assert not run.is_finished(unfinished)
-    progress = path / "progress.csv"
-    progress.write_text("global_step,SPS\n64,9\n")
-    assert not run.is_finished(unfinished)
-    progress.write_text("global_step,SPS\n64,9\n128,9\n")
-    assert run.is_finished(unfinished)
+@pytest.fixture
+def one_run(tmp_path):
+    """A run of 100 steps whose progress.csv has 128."""
+    path = tmp_path / "ppo_procgen" / "coinrun" / "1"
+    path.mkdir(parents=True)
+    (path / "progress.csv").write_text("global_step,SPS\n64,9\n128,9\n")
+    return run.Run(tmp_path / "script.py", "coinrun", 1, [], 100, path)
 
-    def save(steps, **own):
-        rows = [{"global_step": step} for step in range(64, steps + 1, 64)]
-        torch.save({"tables": {"progress": rows, "auxiliary": []}, "processes": [own]}, path / "checkpoint.pt")
 
+def save_checkpoint(one, steps, **own):
+    torch.save({"global_step": steps, "tables": {}, "processes": [own]}, one.path / "checkpoint.pt")
+
+
+def test_a_run_is_finished_when_its_last_row_and_its_checkpoint_are_of_the_end(one_run):
     observations = torch.zeros(2, dtype=torch.uint8)
     cut_short = {"rollouts": [{"obs": observations}], "aux_epochs": 0}
     auxiliary_phase = {"rollouts": [{"obs": observations, "old_logits": torch.zeros(2)}], "aux_epochs": 1}
     for finished, steps, own in (
         (False, 64, {}),  # the last checkpoint was lost
+        (False, 128, {"buffer": auxiliary_phase}),
         (True, 128, {}),
         (True, 128, {"buffer": cut_short}),
-        (False, 128, {"buffer": auxiliary_phase}),
     ):
-        save(steps, **own)
-        for newer in (progress, path / "checkpoint.pt"):  # a copy may have other times
+        save_checkpoint(one_run, steps, **own)
+        for newer in (one_run.path / "progress.csv", one_run.path / "checkpoint.pt"):  # a copy may have other times
             os.utime(newer, (2e9, 2e9))
-            assert run.is_finished(unfinished) == finished
+            assert run.is_finished(one_run) == finished
             os.utime(newer, (1e9, 1e9))
-    (path / "checkpoint.pt").write_text("no checkpoint")
-    assert not run.is_finished(unfinished)
+        (one_run.path / ".finished").unlink(missing_ok=True)
+    (one_run.path / "checkpoint.pt").write_text("no checkpoint")
+    assert not run.is_finished(one_run)
+    save_checkpoint(one_run, 128)
+    (one_run.path / "progress.csv").write_text("global_step,SPS\n64,9\n")
+    assert not run.is_finished(one_run)
+
+
+def test_a_run_with_all_its_rows_and_no_checkpoint_is_finished_if_it_was_seen_to_be(one_run):
+    assert not run.is_finished(one_run)
+    save_checkpoint(one_run, 128)
+    assert run.is_finished(one_run)
+    (one_run.path / "checkpoint.pt").unlink()  # by its owner, to save space
+    assert run.is_finished(one_run)
+    one_run.total_timesteps = 128
+    assert run.is_finished(one_run)
+    one_run.total_timesteps = 129  # more steps need a checkpoint to go on from
+    assert not run.is_finished(one_run)
+    (one_run.path / ".finished").write_text("")  # the disk was full
+    one_run.total_timesteps = 100
+    assert not run.is_finished(one_run)
+
+
+@pytest.mark.parametrize("earlier", ["all rows", "nothing"])
+def test_a_run_that_could_not_write_its_only_checkpoint_is_trained_again(earlier, one_run, tmp_path):
+    """Where a launch finds its remains, and where its first attempt leaves them; finished, it is left alone."""
+    if earlier == "nothing":
+        shutil.rmtree(one_run.path)
+    one_run.script.write_text(
+        f"""import sys
+from pathlib import Path
+path, full_disk = Path(sys.argv[6], sys.argv[8]), Path({str(tmp_path / "full")!r})
+path.mkdir()
+(path / "progress.csv").write_text("global_step,SPS\\n128,9\\n")
+if full_disk.exists():
+    full_disk.unlink()
+    sys.exit("No space left on device")
+(path / "checkpoint.pt").write_text("deleted soon")
+"""
+    )
+    if earlier == "nothing":
+        (tmp_path / "full").touch()
+        with pytest.raises(RuntimeError, match="exit code 1: No space left on device"):
+            list(run.train(one_run, {}))
+        assert not run.is_finished(one_run)
+    list(run.train(one_run, {}))
+    (aside,) = one_run.path.parent.glob("1.incomplete-*")
+    assert aside.is_dir() and run.last_row(SimpleNamespace(path=aside))["global_step"] == 128
+
+    (one_run.path / "checkpoint.pt").unlink()
+    log = one_run.log.read_text()
+    assert run.is_finished(one_run)
+    list(run.train(one_run, {}))
+    assert one_run.log.read_text() == log and list(one_run.path.parent.glob("1.incomplete-*")) == [aside]
 
 
 def test_time_left_adds_the_steps_left_at_the_pace_of_each_script():
@@ -365,11 +459,13 @@ def test_time_left_adds_the_steps_left_at_the_pace_of_each_script():
         one("ppo", "waiting", 0),
         one("ppg", "waiting", 0),
     ]
-    assert run.time_left(runs, slots=2) == pytest.approx((5 + 25 + 50 + 25) / 2)
-    # A single long run cannot be spread over the cores.
-    assert run.time_left([one("ppo", "running", 0, 10), one("ppg", "running", 960, 40)], slots=2) == pytest.approx(100)
-    assert run.time_left([one("ppo", "waiting", 0)], slots=0) is None
-    assert run.time_left([one("ppo", "done", 1000, 10)], slots=0) is None
+    states = "0 done, 2 running, 2 waiting, 0 failed"
+    assert run.summary(runs) == f"{states}, 0:00:{round((5 + 25 + 50 + 25) / 2)} left"
+    # The last long run cannot be spread over the cores.
+    runs = [one("ppo", "running", 0, 10), one("ppg", "running", 960, 40)]
+    assert run.summary(runs).endswith(", 0:01:40 left")
+    assert run.summary([one("ppo", "waiting", 0)]) == "0 done, 0 running, 1 waiting, 0 failed"
+    assert run.summary([one("ppo", "done", 1000, 10)]) == "1 done, 0 running, 0 waiting, 0 failed"
 
 
 def test_the_words_after_two_dashes_go_to_the_scripts():
