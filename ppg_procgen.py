@@ -10,7 +10,7 @@
 
 When policy and value function share an encoder, each gains from what the other learns; but their
 gradients interfere there, and both must train for equally many epochs, though the value function could
-use many more over the same data. PPG keeps the gain and avoids both costs by alternating two phases:
+profit from many more over the same data. PPG keeps the gain and avoids both costs by alternating two phases:
 
 - the policy phase: N_π iterations of PPO, each a rollout and an update on it, in which policy and
   value function have an encoder each (`--arch shared` and `detach`: one for both);
@@ -97,7 +97,7 @@ class PPOArgs:
 class PPGArgs:
     n_pi: int = 32  # N_π, iterations in a policy phase
     e_pi: int = 1  # E_π, epochs of the policy over each rollout
-    e_v: int = 1  # E_V, epochs of the value function over each rollout; if E_V ≠ E_π, they all precede the policy's
+    e_v: int = 1  # E_V, epochs of the value function over each rollout; if E_V ≠ E_π, all before the policy's
     e_aux: int = 6  # E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase
     beta_clone: float = 1.0  # β_clone, weight of KL(π_old ‖ π) in the auxiliary phase
     aux_minibatch_segments: int = 4  # segments in a minibatch of the auxiliary phase, in each process
@@ -116,7 +116,7 @@ class MachineArgs:
     run_dir: str = "runs"  # directory that holds the runs
     run_name: str | None = None  # directory of this run in run_dir; None: <env_id>__<script>__<seed>__<time>
     resume: str | None = None  # directory of a run to go on with, from its last checkpoint and with its arguments
-    checkpoint_interval: int | None = None  # iterations between checkpoints; None: n_pi, when the buffer is empty
+    checkpoint_interval: int | None = None  # iterations between checkpoints; None: n_pi, once a phase
     track: bool = False  # mirror the metrics to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "ppg-procgen"  # the Weights & Biases project
 
@@ -359,7 +359,7 @@ def play(agent, envs, num_steps):
 
 def targets(rewards, values, starts, normalizer, args):
     """Normalized advantages and value targets [num_steps, num_envs] of a rollout, and the explained variance of its
-    values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes count as one."""
+    values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes, which `gather` lists, count as one."""
     all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)
     rewards = normalizer(all_rewards, all_starts)[:, RANK * args.num_envs : (RANK + 1) * args.num_envs]
     advantages = gae(rewards, values, starts, args.gamma, args.gae_lambda)
@@ -367,7 +367,7 @@ def targets(rewards, values, starts, normalizer, args):
 
     all_advantages, all_value_targets = torch.cat(gather(torch.stack([advantages, value_targets])), dim=2)
     advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
-    explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
+    explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is Â, before normalization
     return advantages, value_targets, explained_variance.item()
 
 
@@ -381,8 +381,8 @@ def update(agent, optimizer, rollout, args):
     rollout = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
     policy_sums = value_sum = norm_sum = 0
     for trained in epochs:
-        for steps in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
-            for share, minibatch in microbatches([x[steps] for x in rollout], agent, args):
+        for indices in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
+            for share, minibatch in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
                 mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = minibatch
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
@@ -399,7 +399,7 @@ def update(agent, optimizer, rollout, args):
                     sums = share * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums * ("policy" in trained)
                     value_sum += share * value_loss * ("value" in trained)
-            norm_sum += step(agent, optimizer, args.max_grad_norm)  # with the gradient of the whole minibatch
+            norm_sum += step(agent, optimizer, args.max_grad_norm)  # on their sum, averaged over processes
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -424,8 +424,8 @@ class Buffer(list):
 
     def minibatch(self, segments, device):
         """obs, value_targets, old_logits [batch, ...]; segment k: environment k % num_envs of rollout k // num_envs"""
-        pairs = [divmod(k, self[0]["obs"].shape[1]) for k in segments.tolist()]
-        return [torch.cat([self[i][name][:, env].to(device) for i, env in pairs]) for name in self[0]]
+        rollout_and_env = [divmod(k, self[0]["obs"].shape[1]) for k in segments.tolist()]
+        return [torch.cat([self[i][name][:, env].to(device) for i, env in rollout_and_env]) for name in self[0]]
 
     def state_dict(self):
         rollouts = [{name: x.cpu() for name, x in rollout.items()} for rollout in self]
@@ -436,7 +436,7 @@ class Buffer(list):
 
 
 def auxiliary_epoch(agent, optimizer, buffer, args):
-    """Train once on every segment of the buffer: the policy's encoder and both its heads on L_joint, the value
+    """Train once on every segment of the buffer: the policy's encoder, policy and auxiliary head on L_joint, the value
     function on its own loss (Cobbe et al. 2020, algorithm 1). Returns: the losses, as means over the epoch."""
     sums, num_segments, device = 0, len(buffer) * args.num_envs, agent.policy_head.weight.device
     for segments in torch.randperm(num_segments).split(args.aux_minibatch_segments):
@@ -484,9 +484,9 @@ def main(args):
 
     while True:
         # Policy phase: N_π iterations of PPO. The auxiliary value head learns nothing here, and no value
-        # gradient reaches the policy's encoder (but with `--arch shared`).
+        # gradient reaches the policy's encoder (except with `--arch shared`).
         while len(buffer) < args.n_pi and run.iteration < run.num_iterations:
-            run.checkpoint(args.checkpoint_interval or args.n_pi)  # if due; stops here if a signal asked for it
+            run.checkpoint(interval=args.checkpoint_interval or args.n_pi)  # if due; stops here if a signal says so
 
             run.show(f"policy phase {len(buffer) + 1}/{args.n_pi}, rollout")
             obs, actions, logprobs, rewards, values, starts = play(agent, envs, args.num_steps)
@@ -496,7 +496,7 @@ def main(args):
             losses = update(agent, optimizer, (obs, actions, logprobs, advantages, value_targets), args)
             run.iteration += 1
             run.log_iteration(envs, losses | {"losses/explained_variance": explained_variance})
-            if args.e_aux > 0:  # without auxiliary phases, the policy phase never ends
+            if args.e_aux > 0:  # without auxiliary phases, the policy phase lasts to the end
                 buffer.append({"obs": obs.to(buffer_device), "value_targets": value_targets})
 
         if len(buffer) < args.n_pi:  # a policy phase cut short by the end of training gets no auxiliary phase
@@ -505,10 +505,10 @@ def main(args):
         # Auxiliary phase: E_aux epochs over the N_π rollouts. Before their first step moves π, record π_old,
         # unless a resumed run already has it.
         run.show("auxiliary phase, π_old")
-        if "old_logits" not in buffer[-1]:
+        if "old_logits" not in buffer[0]:
             buffer.record_old_policy(agent)
         while buffer.aux_epochs < args.e_aux:
-            run.checkpoint()  # stops here if a signal asked for it
+            run.checkpoint()  # only if a signal asked for it; stops here then
             run.show(f"auxiliary phase {buffer.aux_epochs + 1}/{args.e_aux}")
             losses = auxiliary_epoch(agent, aux_optimizer, buffer, args)
             position = {"auxiliary/phase": run.iteration // args.n_pi, "auxiliary/epoch": buffer.aux_epochs}
@@ -587,6 +587,7 @@ def replace(path, save):
     """Have `save` write a file, and put it in the place of `path` once it is whole."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         save(file)
+        file.flush()
         os.fsync(file)
     os.replace(file.name, path)
 
@@ -635,8 +636,9 @@ class Run:
             wandb.init(**place, resume="allow", config=config)
             wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
-        look = dict(unit="step", unit_scale=self.rollout_steps, file=sys.stdout, disable=RANK > 0)
-        self.progress = tqdm(initial=self.iteration, total=self.num_iterations, delay=1e-9, **look)  # `show` draws it
+        layout = "{desc}: {n_fmt}/{total_fmt} [<{remaining}, {rate_noinv_fmt}{postfix}]"  # fits 80 columns
+        look = dict(bar_format=layout, unit="step", unit_scale=True, delay=1e-9, file=sys.stdout, disable=RANK > 0)
+        self.progress = tqdm(initial=part["global_step"], total=self.num_iterations * self.rollout_steps, **look)
         self.start_time, self.start = time.time(), self.iteration
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
@@ -681,11 +683,16 @@ class Run:
         elif time.monotonic() > self.stop_time + 2:  # a job that is stopped signals launcher and workers: these, twice
             os._exit(128 + signum)
 
-    def show(self, phase):
-        """Draw the progress line. Where standard output is full or gone, a run goes on without it."""
+    def show(self, phase, message=None):
+        """Draw the progress line, and end it with a message. Where standard output is full or gone, a run goes on
+        without it."""
         try:
-            self.progress.n = self.iteration
-            self.progress.set_description_str(phase)
+            self.progress.n = self.iteration * self.rollout_steps
+            self.progress.set_description_str(phase, refresh=False)
+            self.progress.refresh(nolock=True)  # after an error, tqdm's own thread would wait for its lock forever
+            if message:
+                self.progress.close()
+                print(message, flush=True)
         except OSError:
             self.progress.disable, sys.stdout = True, open(os.devnull, "w")
 
@@ -721,10 +728,8 @@ class Run:
 
     def close(self, message):
         gather(None)  # torchrun ends all processes when one ends: not before the first one has written
-        self.show("end")
-        self.progress.close()
         if RANK == 0:
-            print(message, flush=True)
+            self.show("end", message)
             self.writer.close()
             self.lock.release()
             wandb.finish()

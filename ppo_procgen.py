@@ -310,7 +310,7 @@ def play(agent, envs, num_steps):
 
 def targets(rewards, values, starts, normalizer, args):
     """Normalized advantages and value targets [num_steps, num_envs] of a rollout, and the explained variance of its
-    values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes count as one."""
+    values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes, which `gather` lists, count as one."""
     all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)
     rewards = normalizer(all_rewards, all_starts)[:, RANK * args.num_envs : (RANK + 1) * args.num_envs]
     advantages = gae(rewards, values, starts, args.gamma, args.gae_lambda)
@@ -318,7 +318,7 @@ def targets(rewards, values, starts, normalizer, args):
 
     all_advantages, all_value_targets = torch.cat(gather(torch.stack([advantages, value_targets])), dim=2)
     advantages = (advantages - all_advantages.mean()) / (all_advantages.std(correction=0) + 1e-8)
-    explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is the advantage
+    explained_variance = 1 - all_advantages.var() / all_value_targets.var()  # V_targ − V is Â, before normalization
     return advantages, value_targets, explained_variance.item()
 
 
@@ -328,8 +328,8 @@ def update(agent, optimizer, rollout, args):
     rollout = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
     policy_sums = value_sum = norm_sum = 0
     for epoch in range(args.update_epochs):
-        for steps in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
-            for share, minibatch in microbatches([x[steps] for x in rollout], agent, args):
+        for indices in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
+            for share, minibatch in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
                 mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = minibatch
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
@@ -345,7 +345,7 @@ def update(agent, optimizer, rollout, args):
                     sums = share * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums
                     value_sum += share * value_loss
-            norm_sum += step(agent, optimizer, args.max_grad_norm)  # with the gradient of the whole minibatch
+            norm_sum += step(agent, optimizer, args.max_grad_norm)  # on their sum, averaged over processes
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -376,7 +376,7 @@ def main(args):
     run = Run(args, bfloat16, shared, own=dict(envs=envs))
 
     while run.iteration < run.num_iterations:
-        run.checkpoint(args.checkpoint_interval)  # if due; stops here if a signal asked for it
+        run.checkpoint(interval=args.checkpoint_interval)  # if due; stops here if a signal says so
 
         run.show("rollout")
         obs, actions, logprobs, rewards, values, starts = play(agent, envs, args.num_steps)
@@ -458,6 +458,7 @@ def replace(path, save):
     """Have `save` write a file, and put it in the place of `path` once it is whole."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         save(file)
+        file.flush()
         os.fsync(file)
     os.replace(file.name, path)
 
@@ -506,8 +507,9 @@ class Run:
             wandb.init(**place, resume="allow", config=config)
             wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
-        look = dict(unit="step", unit_scale=self.rollout_steps, file=sys.stdout, disable=RANK > 0)
-        self.progress = tqdm(initial=self.iteration, total=self.num_iterations, delay=1e-9, **look)  # `show` draws it
+        layout = "{desc}: {n_fmt}/{total_fmt} [<{remaining}, {rate_noinv_fmt}{postfix}]"  # fits 80 columns
+        look = dict(bar_format=layout, unit="step", unit_scale=True, delay=1e-9, file=sys.stdout, disable=RANK > 0)
+        self.progress = tqdm(initial=part["global_step"], total=self.num_iterations * self.rollout_steps, **look)
         self.start_time, self.start = time.time(), self.iteration
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
@@ -552,11 +554,16 @@ class Run:
         elif time.monotonic() > self.stop_time + 2:  # a job that is stopped signals launcher and workers: these, twice
             os._exit(128 + signum)
 
-    def show(self, phase):
-        """Draw the progress line. Where standard output is full or gone, a run goes on without it."""
+    def show(self, phase, message=None):
+        """Draw the progress line, and end it with a message. Where standard output is full or gone, a run goes on
+        without it."""
         try:
-            self.progress.n = self.iteration
-            self.progress.set_description_str(phase)
+            self.progress.n = self.iteration * self.rollout_steps
+            self.progress.set_description_str(phase, refresh=False)
+            self.progress.refresh(nolock=True)  # after an error, tqdm's own thread would wait for its lock forever
+            if message:
+                self.progress.close()
+                print(message, flush=True)
         except OSError:
             self.progress.disable, sys.stdout = True, open(os.devnull, "w")
 
@@ -592,10 +599,8 @@ class Run:
 
     def close(self, message):
         gather(None)  # torchrun ends all processes when one ends: not before the first one has written
-        self.show("end")
-        self.progress.close()
         if RANK == 0:
-            print(message, flush=True)
+            self.show("end", message)
             self.writer.close()
             self.lock.release()
             wandb.finish()

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import fcntl
 import functools
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,15 +143,18 @@ def test_tensorboard_shows_what_the_tables_hold_under_cleanrls_names(finished):
 
 def test_the_checkpoint_needs_no_trust_and_holds_the_agent(finished):
     checkpoint = torch.load(finished.path / "checkpoint.pt", weights_only=True)
-    assert checkpoint["iteration"] == 3
+    assert checkpoint["global_step"] == 192
     finished.script.Agent(15, channels=(4, 4, 4)).load_state_dict(checkpoint["agent"])
 
 
-def test_output_that_is_no_terminal_is_short_and_standard_error_stays_silent(finished):
+def test_output_that_is_no_terminal_is_two_lines_and_standard_error_stays_silent(finished):
     assert finished.err == ""
-    assert len(finished.out) < 500 and "gym" not in finished.out.lower()
-    assert "192/192" in finished.out and "return" in finished.out
-    assert finished.out.splitlines()[-1] == f"{finished.path.relative_to(finished.cwd)} has 192 steps"
+    progress, message, after = finished.out.split("\n")
+    assert (message, after) == (f"{finished.path.relative_to(finished.cwd)} has 192 steps", "")
+    *_, last = progress.split("\r")
+    assert "192/192" in last and re.search(r"return -?\d+\.\d\d", last)
+    assert "gym" not in progress.lower()
+    assert len(progress) < 3 * 400, "a few hundred characters an iteration"
 
 
 def test_the_same_command_gives_the_same_numbers_and_another_seed_gives_others(finished, train):
@@ -167,10 +172,15 @@ def test_importing_the_scripts_trains_nothing_and_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def watch_terminal(words, cwd, columns, until, seconds=120):
-    """What a command draws on a terminal of so many columns, until that matches the pattern `until`."""
+def open_terminal(columns):
     terminal, other_end = pty.openpty()
     fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    return terminal, other_end
+
+
+def watch_terminal(words, cwd, columns, until, seconds=120):
+    """What a command draws on a terminal of so many columns, until that matches the pattern `until`."""
+    terminal, other_end = open_terminal(columns)
     process = subprocess.Popen(words, cwd=cwd, stdout=other_end, stderr=other_end, env=environment())
     os.close(other_end)
     drawn, deadline = b"", time.monotonic() + seconds
@@ -186,8 +196,16 @@ def watch_terminal(words, cwd, columns, until, seconds=120):
     return drawn.decode(errors="replace")
 
 
+def assert_whole(line):
+    """It fits 80 columns, and is not cut before it has shown everything."""
+    assert len(line) <= 80
+    assert re.search(r"\d[kM]?/25(\.0M|\d{6})\b", line), "steps of all"
+    assert re.search(r"\d+(\.\d+)?k?step/s", line), "speed"
+    assert re.search(r"<\d+:\d\d:\d\d", line), "time left"
+    assert re.search(r"return (nan|-?\d+\.\d\d)\b", line), "return"
+
+
 def test_a_terminal_shows_one_live_line_with_phase_steps_speed_return_and_time_left(tmp_path):
-    """At the default length and phases: 80 columns have to be enough for a line as wide as that."""
     options = TINY | dict(total_timesteps=25_000_000)
     later = r"policy phase [3-9]/32, (rollout|update):"
     drawn = watch_terminal(command(ppg_procgen, **options), tmp_path, 80, until=later + r"[^\r]*\r")
@@ -195,10 +213,90 @@ def test_a_terminal_shows_one_live_line_with_phase_steps_speed_return_and_time_l
     lines = [line.rstrip() for line in drawn.split("\r")[:-1] if re.match(later, line)]
     assert lines
     for line in lines:
-        assert len(line) <= 80
-        assert re.search(r"\d/25\.0M", line) and re.search(r"\d+(\.\d+)?k?step/s", line)
-        assert re.search(r"\d+:\d\d:\d\d left", line), "time left"
-        assert re.search(r"return (nan|-?\d+\.\d\d)", line), "return"
+        assert_whole(line)
+
+
+@pytest.mark.parametrize("hours, left", [(1.5, "<1:30:0"), (12, "<12:00:")])
+def test_the_line_fits_80_columns_also_where_it_is_longest(monkeypatch, tmp_path, hours, left):
+    """In the last iteration of a phase, half way through 25 million steps, at the default sizes."""
+    terminal, other_end = open_terminal(80)
+    monkeypatch.setattr(sys, "stdout", open(other_end, "w"))
+    args = ppg_procgen.Args(run_dir=str(tmp_path), total_timesteps=25_000_000)
+    run = ppg_procgen.Run(args, False, {}, {})
+    run.iteration = run.num_iterations // 2
+    run.progress.start_t -= hours * 3600
+    run.progress.set_postfix_str("return -10.00", refresh=False)
+    run.show("policy phase 32/32, rollout")
+    sys.stdout.flush()
+    line = os.read(terminal, 65536).decode().split("\r")[-1].rstrip()
+    run.close("")
+    sys.stdout.close()
+    os.close(terminal)
+    assert line.startswith("policy phase 32/32, rollout: 12.5M/25.0M") and left in line and "return -10.00" in line
+    assert_whole(line)
+
+
+# Standard output that takes nothing
+
+
+class Leaving(io.StringIO):
+    """Standard output whose reader leaves after so many lines, as `head` does."""
+
+    lines = 0
+
+    def write(self, text):
+        if self.getvalue().count("\n") >= self.lines:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+@both_scripts
+def test_a_run_goes_on_where_the_reader_of_its_output_leaves(train, monkeypatch, script, lines):
+    """With one line, that is between the end of the progress line and the message below it."""
+    monkeypatch.setattr(sys, "stdout", Leaving())
+    monkeypatch.setattr(Leaving, "lines", lines)
+    run_path = train(script, **THREE_ROLLOUTS, **PHASE[script])
+    assert len(read_table(run_path)) == 3
+
+    # tqdm has a thread that takes its lock every 10 seconds, and that older versions wait for at the end.
+    def take_and_release():
+        with script.tqdm.get_lock():
+            pass
+
+    thread = threading.Thread(target=take_and_release, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def broken_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+STREAMS = {
+    "full": lambda: dict(stdout=open("/dev/full", "w")),
+    "gone": lambda: dict(stdout=broken_pipe()),
+    "both gone": lambda: dict(stdout=broken_pipe(), stderr=broken_pipe()),
+    "closed": lambda: dict(preexec_fn=functools.partial(os.close, 1)),
+}
+
+
+def test_the_commands_train_to_their_end_without_a_standard_output(tmp_path):
+    """Side by side, as each takes seconds to start."""
+    runs = {}
+    for case, script in zip(STREAMS, (ppo_procgen, ppg_procgen, ppo_procgen, ppg_procgen)):
+        words = command(script, **THREE_ROLLOUTS, **PHASE[script], run_name=case)
+        streams = dict(stderr=subprocess.PIPE) | STREAMS[case]()
+        runs[case] = subprocess.Popen(words, cwd=tmp_path, env=environment(), **streams)
+    for case, process in runs.items():
+        err = process.communicate(timeout=120)[1] or b""
+        assert process.returncode == 0, (case, err.decode())
+        assert len(read_table(tmp_path / "runs" / case)) == 3
+        if case != "closed":  # where tqdm draws on standard error
+            assert err == b""
 
 
 def test_a_machine_without_git_trains_all_the_same(train, monkeypatch):

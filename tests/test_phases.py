@@ -6,6 +6,7 @@ The steps themselves are tested in test_mathematics.py and test_gradients.py. He
 import csv
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,21 +176,23 @@ def test_main_trains_to_the_bit_as_its_steps_in_their_order_do(script, options):
     trained = load(run_path)["agent"]
     assert trained.keys() == agent.state_dict().keys()
     assert [name for name, x in agent.state_dict().items() if not torch.equal(x, trained[name])] == []
-    rows = load(run_path)["tables"]
-    assert len(rows["progress"]) == 8
+    rows = table(run_path, "progress")
+    assert len(rows) == 8
     charts = ("episodic_return", "episodic_length", "episodes", "SPS")
-    assert [{name: x for name, x in row.items() if name not in charts} for row in rows["progress"]] == progress
-    assert rows["auxiliary"] == auxiliary and len(auxiliary) == (8 if options.get("e_aux") else 0)
+    assert [{name: x for name, x in row.items() if name not in charts} for row in rows] == progress
+    if options.get("e_aux"):
+        assert table(run_path, "auxiliary") == auxiliary and len(auxiliary) == 8
+    else:
+        assert auxiliary == [] and not (run_path / "auxiliary.csv").exists()
 
 
 @both_scripts
-def test_the_files_hold_the_tables(script):
+def test_the_checkpoint_holds_the_text_of_the_tables(script):
     run_path = train(script, **options_of(script))
-    tables = load(run_path)["tables"]
-    names = ["progress", "auxiliary"] if script is ppg_procgen else ["progress"]
-    for name in names:
-        assert table(run_path, name) == [pytest.approx(row, nan_ok=True) for row in tables[name]]
-        assert len(tables[name]) > 0
+    progress, auxiliary = (run_path / f"{name}.csv" for name in ("progress", "auxiliary"))
+    expected = {"progress": progress.read_text(), "auxiliary": auxiliary.read_text() if auxiliary.exists() else ""}
+    assert load(run_path)["tables"] == expected
+    assert auxiliary.exists() == (script is ppg_procgen)
 
 
 # Who trains when
@@ -298,7 +301,7 @@ def test_the_auxiliary_phase_follows_every_n_pi_iterations_and_not_a_remainder()
     assert list(auxiliary[0]) == ["global_step", "phase", "epoch", "aux_value_loss", "aux_kl", "true_value_loss"]
     assert all(math.isfinite(x) for row in auxiliary for x in row.values())
     state = load(run_path)
-    assert state["iteration"] == 8 and len(state["processes"][0]["buffer"]["rollouts"]) == 2  # of the cut phase
+    assert state["global_step"] == 8 * 16 and len(state["processes"][0]["buffer"]["rollouts"]) == 2  # of the cut phase
 
 
 @both_scripts
@@ -319,7 +322,7 @@ def test_no_auxiliary_phase_when_training_ends_before_it_or_it_has_no_epochs(opt
     watch(monkeypatch, ppg_procgen, "auxiliary_epoch", lambda *_: epochs.append(1))
     run_path = train(ppg_procgen, **options)
     assert len(table(run_path, "progress")) == options["total_timesteps"] // 16
-    assert epochs == [] and load(run_path)["tables"]["auxiliary"] == []
+    assert epochs == [] and load(run_path)["tables"]["auxiliary"] == ""
 
 
 def test_without_auxiliary_phases_no_observation_is_kept():
@@ -413,6 +416,18 @@ def test_episodic_return_is_the_mean_of_the_last_hundred_episodes_in_plain_rewar
             counts.append(len(finished))
     assert [row["episodes"] for row in rows] == counts
     assert counts[-1] > 110 and np.mean(finished, axis=0)[0] != pytest.approx(rows[-1]["episodic_return"])
+
+
+@both_scripts
+def test_sps_counts_the_steps_and_seconds_since_the_process_began_to_train(script, monkeypatch):
+    """A rollout of 16 steps takes 4 seconds of this clock, an update none; in a resumed run, too."""
+    seconds = [1000.0]
+    monkeypatch.setattr(script, "time", SimpleNamespace(time=lambda: seconds[0], monotonic=lambda: seconds[0]))
+    watch(monkeypatch, script, "play", lambda *_: seconds.append(seconds.pop() + 4))
+    run_path = train(script, run_name="run", total_timesteps=3 * 16)
+    seconds[0] += 1000
+    train(script, resume=run_path, total_timesteps=5 * 16)
+    assert [row["SPS"] for row in table(run_path, "progress")] == [16 / 4] * 5
 
 
 @both_scripts

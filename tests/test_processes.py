@@ -200,7 +200,7 @@ def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(
     terminate = functools.partial(terminate_itself, rank, function, call)
     assert exit_codes(start_two(script, terminate, run_name="stopped", **options)) == [128 + signal.SIGTERM] * 2
     checkpoint = load("runs/stopped")
-    assert checkpoint["iteration"] == len(rows("runs/stopped")) == iterations
+    assert checkpoint["global_step"] == rows("runs/stopped").global_step.iloc[-1] == 2 * iterations * ROLLOUT
     if script is ppg_procgen:
         assert [process["buffer"]["aux_epochs"] for process in checkpoint["processes"]] == [aux_epochs] * 2
 
@@ -226,7 +226,7 @@ def test_processes_that_are_signalled_one_after_the_other_still_write_their_chec
     options = dict(run_name="stopped", total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
     processes = start_two(ppg_procgen, signal_the_first_and_then_the_second, **options)
     assert exit_codes(processes) == [128 + signal.SIGTERM] * 2
-    assert load("runs/stopped")["iteration"] == 5
+    assert load("runs/stopped")["global_step"] == 2 * 5 * ROLLOUT
 
 
 def test_bad_input_is_one_line_for_the_machine():

@@ -13,6 +13,7 @@ import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,9 @@ def test_no_memory_map_of_the_checkpoint_outlives_the_loading(monkeypatch):
 def test_checkpoints_come_at_their_interval_and_at_the_end(monkeypatch, interval, iterations):
     """By default after each phase."""
     saved, save = [], torch.save
-    monkeypatch.setattr(torch, "save", lambda what, file: (saved.append(what["iteration"]), save(what, file)))
+    monkeypatch.setattr(
+        torch, "save", lambda what, file: (saved.append(what["global_step"] // ROLLOUT), save(what, file))
+    )
     train(ppg_procgen, total_timesteps=5 * ROLLOUT, checkpoint_interval=interval)
     assert saved == iterations
 
@@ -202,7 +205,7 @@ def kill_in_update(script):
 )
 def test_a_kill_at_the_worst_moment_changes_nothing(whole, script, prepare):
     assert exit_code(start(script, prepare, run_name="killed", total_timesteps=ROLLOUT * 7)) == -signal.SIGKILL
-    assert load("runs/killed")["iteration"] == 2
+    assert load("runs/killed")["global_step"] == 2 * ROLLOUT
     train(script, resume="runs/killed")
     assert_same_end("runs/killed", whole(script))
 
@@ -211,9 +214,12 @@ def kill_in_the_sixth_iteration(script):
     script.gae = sending_at_call(script, "gae", 6, signal.SIGKILL)
 
 
-def count_the_rows_at_the_start(script):
-    count = lambda: Path("count").write_text(str(len(rows("runs/run"))))  # noqa: E731
-    script.play = at_call(script, "play", 1, count)
+def copy_the_tables_at_the_start(script):
+    def copy_them():
+        for path in Path("runs/run").glob("*.csv"):
+            shutil.copy(path, f"at_start_{path.name}")
+
+    script.play = at_call(script, "play", 1, copy_them)
 
 
 @both_scripts
@@ -222,17 +228,51 @@ def test_what_came_after_the_checkpoint_goes_when_the_run_that_crashed_is_resume
     options = dict(total_timesteps=ROLLOUT * 7, checkpoint_interval=2)
     process = start(script, kill_in_the_sixth_iteration, run_name="run", **options)
     assert exit_code(process) == -signal.SIGKILL
-    assert load("runs/run")["iteration"] == 4
+    assert load("runs/run")["global_step"] == 4 * ROLLOUT
     steps = [ROLLOUT * i for i in range(1, 8)]
     assert list(rows("runs/run").global_step) == events("runs/run", "losses/policy_loss") == steps[:5]
 
-    assert exit_code(start(script, count_the_rows_at_the_start, resume="runs/run")) == 0
-    assert Path("count").read_text() == "4"
+    assert exit_code(start(script, copy_the_tables_at_the_start, resume="runs/run")) == 0
+    _, *lines = Path("at_start_progress.csv").read_text().splitlines()
+    assert [int(line.split(",")[0]) for line in lines] == steps[:4]
     assert_same_end("runs/run", whole(script))
     for tag in ("losses/policy_loss", "charts/episodes", "charts/SPS"):
         assert events("runs/run", tag) == steps
     if script is ppg_procgen:
         assert events("runs/run", "auxiliary/aux_kl") == [step for step in (steps[2], steps[5]) for _ in range(3)]
+
+
+def test_auxiliary_rows_of_a_phase_that_is_to_be_repeated_are_gone_before_it_is():
+    """Killed in the first auxiliary phase: the checkpoint before it has no row of any."""
+    assert exit_code(start(ppg_procgen, kill_in_auxiliary_phase, run_name="run", total_timesteps=ROLLOUT * 7)) == -9
+    assert len(rows("runs/run", "auxiliary")) == 2
+    assert exit_code(start(ppg_procgen, copy_the_tables_at_the_start, resume="runs/run")) == 0
+    assert Path("at_start_auxiliary.csv").read_text() == ""
+
+
+@both_scripts
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_one_before(monkeypatch, script):
+    """Or a machine that loses power could leave an empty file under the name of a whole one."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def note_fsync(file):
+        path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+        calls.append(("fsync", path, os.path.getsize(path)))
+        fsync(file)
+
+    def note_replace(source, target):
+        calls.append(("replace", os.path.abspath(source), os.path.getsize(source)))
+        assert Path(source).parent == Path(target).parent
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    train(script, run_name="run", total_timesteps=ROLLOUT)
+    replaced = [call[1:] for call in calls if call[0] == "replace"]
+    assert {Path(path).stem for path, _ in replaced} == {"config", "progress", "checkpoint"}
+    for before, after in zip(calls[::2], calls[1::2], strict=True):
+        assert (before[0], after[0]) == ("fsync", "replace") and before[1:] == after[1:]
+        assert after[2] > 0
 
 
 # Signals
@@ -259,8 +299,9 @@ def test_a_signal_stops_at_the_next_boundary(monkeypatch, capfd, whole, signum, 
     assert signal.getsignal(signum) is handler, "the handlers are put back"
     checkpoint = load("runs/stopped")
     (own,) = checkpoint["processes"]
-    assert (checkpoint["iteration"], own["buffer"]["aux_epochs"]) == (iterations, aux_epochs)
-    assert len(checkpoint["tables"]["auxiliary"]) == {5: 3, 3: aux_epochs or (3 if call == 6 else 0)}[iterations]
+    assert (checkpoint["global_step"], own["buffer"]["aux_epochs"]) == (iterations * ROLLOUT, aux_epochs)
+    epochs = {5: 3, 3: aux_epochs or (3 if call == 6 else 0)}[iterations]
+    assert checkpoint["tables"]["auxiliary"].count("\n") == (1 + epochs if epochs else 0)
 
     # The command it prints is the one that goes on.
     out, err = capfd.readouterr()
@@ -296,7 +337,7 @@ def test_ppo_stops_at_the_next_boundary_too(monkeypatch, whole, signum):
         patch.setattr(ppo_procgen, "gae", sending_at_call(ppo_procgen, "gae", 2, signum))
         with pytest.raises(SystemExit) as stop:
             train(ppo_procgen, run_name="stopped", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
-    assert stop.value.code == 128 + signum and load("runs/stopped")["iteration"] == 2
+    assert stop.value.code == 128 + signum and load("runs/stopped")["global_step"] == 2 * ROLLOUT
     train(ppo_procgen, resume="runs/stopped")
     assert_same_end("runs/stopped", whole(ppo_procgen))
 
@@ -305,7 +346,7 @@ def test_ppo_stops_at_the_next_boundary_too(monkeypatch, whole, signum):
 def test_a_signal_in_the_last_iteration_leaves_a_finished_run(monkeypatch, script, capfd):
     monkeypatch.setattr(script, "gae", sending_at_call(script, "gae", 2, signal.SIGTERM))
     path = train(script, run_name="run", total_timesteps=ROLLOUT * 2)
-    assert load(path)["iteration"] == 2
+    assert load(path)["global_step"] == 2 * ROLLOUT
     assert f"{path} has {ROLLOUT * 2} steps" in capfd.readouterr().out
 
 
@@ -320,7 +361,7 @@ def test_a_second_signal_stops_at_once_and_leaves_the_last_checkpoint_whole(scri
     prepare = functools.partial(two_signals, seconds_apart=3)
     process = start(script, prepare, run_name="run", total_timesteps=ROLLOUT * 7)
     assert exit_code(process) == 128 + signal.SIGINT
-    assert load("runs/run")["iteration"] == 2 and len(rows("runs/run")) == 2
+    assert load("runs/run")["global_step"] == 2 * ROLLOUT and len(rows("runs/run")) == 2
 
 
 @both_scripts
@@ -328,7 +369,7 @@ def test_signals_within_two_seconds_are_one_request_to_stop(script):
     prepare = functools.partial(two_signals, seconds_apart=1)
     process = start(script, prepare, run_name="run", total_timesteps=ROLLOUT * 7)
     assert exit_code(process) == 128 + signal.SIGTERM
-    assert load("runs/run")["iteration"] == len(rows("runs/run")) == 3
+    assert load("runs/run")["global_step"] == 3 * ROLLOUT and len(rows("runs/run")) == 3
 
 
 @both_scripts
@@ -338,13 +379,39 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_nohup_ignores_it
     try:
         with pytest.raises(SystemExit) as stop:
             train(script, run_name="stopped", total_timesteps=ROLLOUT * 7)
-        assert stop.value.code == 128 + signal.SIGHUP and load("runs/stopped")["iteration"] == 2
+        assert stop.value.code == 128 + signal.SIGHUP and load("runs/stopped")["global_step"] == 2 * ROLLOUT
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         monkeypatch.setattr(script, "gae", sending_at_call(script, "gae", 2, signal.SIGHUP))
-        assert load(train(script, run_name="ignored", total_timesteps=ROLLOUT * 7))["iteration"] == 7
+        assert load(train(script, run_name="ignored", total_timesteps=ROLLOUT * 7))["global_step"] == 7 * ROLLOUT
     finally:
         signal.signal(signal.SIGHUP, handler)
+
+
+def with_nobody_there(streams, signum, script):
+    """No one reads what the process writes; in the third iteration it sends itself a signal."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    for stream in streams:
+        os.dup2(writing, stream)
+    if signum:
+        script.gae = sending_at_call(script, "gae", 3, signum)
+
+
+@both_scripts
+def test_a_run_trains_to_its_end_with_nobody_there(whole, script):
+    nobody = functools.partial(with_nobody_there, [1, 2], None)
+    assert exit_code(start(script, nobody, run_name="run", total_timesteps=ROLLOUT * 7)) == 0
+    assert_same_end("runs/run", whole(script))
+
+
+@pytest.mark.parametrize("streams", [[2], [1, 2]])
+@both_scripts
+def test_a_signal_stops_a_run_with_a_checkpoint_also_with_nobody_there(script, streams):
+    nobody = functools.partial(with_nobody_there, streams, signal.SIGTERM)
+    process = start(script, nobody, run_name="run", total_timesteps=ROLLOUT * 7, checkpoint_interval=100)
+    assert exit_code(process) == 128 + signal.SIGTERM
+    assert load("runs/run")["global_step"] == 3 * ROLLOUT and len(rows("runs/run")) == 3
 
 
 def tell_when_listening(script):
@@ -496,7 +563,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_optimizer_steps_
     assert exit_code(start(script, spoiled, run_name="run", total_timesteps=ROLLOUT * 7)) == 1
     assert "RuntimeError" in Path("stderr.txt").read_text() and "non-finite" in Path("stderr.txt").read_text()
     assert len(Path("steps.txt").read_text()) == POLICY_CALL[script] - 1
-    assert load("runs/run")["iteration"] == 1
+    assert load("runs/run")["global_step"] == 1 * ROLLOUT
     assert list(rows("runs/run").global_step) == events("runs/run", "losses/policy_loss") == [ROLLOUT]
     train(script, resume="runs/run")
     assert_same_end("runs/run", whole(script))
@@ -507,7 +574,7 @@ def test_an_auxiliary_gradient_that_is_not_finite_stops_the_run_too(whole):
     assert exit_code(start(ppg_procgen, spoiled, run_name="run", total_timesteps=ROLLOUT * 7)) == 1
     assert "non-finite" in Path("stderr.txt").read_text()
     assert len(Path("steps.txt").read_text()) == 3 * 2 + 3
-    assert load("runs/run")["iteration"] == 2
+    assert load("runs/run")["global_step"] == 2 * ROLLOUT
     assert list(rows("runs/run").global_step) == [ROLLOUT, 2 * ROLLOUT, 3 * ROLLOUT]
     assert list(rows("runs/run", "auxiliary").epoch) == [1]
     assert events("runs/run", "auxiliary/aux_kl") == [3 * ROLLOUT]
@@ -518,8 +585,47 @@ def test_an_auxiliary_gradient_that_is_not_finite_stops_the_run_too(whole):
 # Weights & Biases
 
 
+def without_login(mode, script):
+    """A home directory that knows of no account."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        del os.environ[name]
+    home = Path(tempfile.mkdtemp())
+    os.environ |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home), "XDG_CACHE_HOME": str(home)}
+    if mode:
+        os.environ["WANDB_MODE"] = mode
+
+
+@both_scripts
+def test_track_without_a_login_is_refused_in_one_line_and_nothing_is_written(script):
+    without = functools.partial(without_login, None)
+    assert exit_code(start(script, without, run_name="run", total_timesteps=ROLLOUT * 2, track=True)) == 2
+    complaint = Path("stderr.txt").read_text()
+    assert re.fullmatch(
+        rf"{script.__name__}\.py: error: --track: expected a login [^\n]*WANDB_MODE=offline[^\n]*\n", complaint
+    )
+    assert [path.name for path in Path().iterdir()] == ["stderr.txt"]
+
+
+def test_resuming_with_track_and_without_a_login_leaves_the_run_as_it_was():
+    path = train(ppg_procgen, run_name="run", total_timesteps=ROLLOUT * 2)
+    before = {path: path.read_bytes() for path in path.iterdir()}
+    without = functools.partial(without_login, None)
+    process = start(ppg_procgen, without, resume="runs/run", total_timesteps=ROLLOUT * 3, track=True)
+    assert exit_code(process) == 2
+    assert "error: --track: expected a login" in Path("stderr.txt").read_text()
+    assert {path: path.read_bytes() for path in path.iterdir()} == before
+    assert {path.name for path in Path().iterdir()} == {"runs", "stderr.txt"}
+
+
+def test_track_in_wandbs_disabled_mode_needs_no_login_and_writes_nothing_for_it():
+    without = functools.partial(without_login, "disabled")
+    assert exit_code(start(ppo_procgen, without, run_name="run", total_timesteps=ROLLOUT * 2, track=True)) == 0
+    assert len(rows("runs/run")) == 2 and not Path("wandb").exists()
+
+
 def track_offline_and_send(signum, script):
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.1"}  # by default 15 s
+    without_login("offline", script)
+    os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.1"  # by default 15 s
 
     def wait_and_send():
         while len(tracked_iterations()) < 5:
