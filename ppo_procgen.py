@@ -508,8 +508,9 @@ class Run:
             wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
         layout = "{desc}: {n_fmt}/{total_fmt} [<{remaining}, {rate_noinv_fmt}{postfix}]"  # fits 80 columns
-        look = dict(bar_format=layout, unit="step", unit_scale=True, delay=1e-9, file=sys.stdout, disable=RANK > 0)
-        self.progress = tqdm(initial=part["global_step"], total=self.num_iterations * self.rollout_steps, **look)
+        look = dict(bar_format=layout, unit="step", unit_scale=True, delay=1e-9, file=sys.stdout, position=0)
+        total = self.num_iterations * self.rollout_steps
+        self.progress = tqdm(initial=part["global_step"], total=total, disable=RANK > 0, **look)
         self.start_time, self.start = time.time(), self.iteration
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it

@@ -69,11 +69,11 @@ class Clock:
         clock = self
 
         class TimedRun(script.Run):
-            def show(self, phase):
+            def show(self, phase, *message):
                 clock.switch(next((part for part in ("rollout", "update", "auxiliary") if part in phase), ""))
                 if clock.part == "rollout":
                     clock.seconds.clear()
-                super().show(phase)
+                super().show(phase, *message)
 
             def checkpoint(self, *args, **kwargs):
                 clock.switch("")
