@@ -382,8 +382,8 @@ def update(agent, optimizer, rollout, args):
     policy_sums = value_sum = norm_sum = 0
     for trained in epochs:
         for indices in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
-            for share, minibatch in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
-                mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = minibatch
+            for weight, part in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
+                mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = part
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
                 log_ratio = policy.log_prob(mb_actions) - mb_logprobs
@@ -391,14 +391,14 @@ def update(agent, optimizer, rollout, args):
                 entropy = policy.entropy().mean()
                 value_loss = args.vf_coef * F.mse_loss(values, mb_value_targets)
                 losses = {"policy": surrogate_loss - args.ent_coef * entropy, "value": value_loss}
-                (sum(losses[name] for name in trained) * share).backward()
+                (sum(losses[name] for name in trained) * weight).backward()
 
                 with torch.no_grad():
                     approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
                     clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
-                    sums = share * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
+                    sums = weight * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums * ("policy" in trained)
-                    value_sum += share * value_loss * ("value" in trained)
+                    value_sum += weight * value_loss * ("value" in trained)
             norm_sum += step(agent, optimizer, args.max_grad_norm)  # on their sum, averaged over processes
 
     average([policy_sums, value_sum])
@@ -440,14 +440,14 @@ def auxiliary_epoch(agent, optimizer, buffer, args):
     function on its own loss (Cobbe et al. 2020, algorithm 1). Returns: the losses, as means over the epoch."""
     sums, num_segments, device = 0, len(buffer) * args.num_envs, agent.policy_head.weight.device
     for segments in torch.randperm(num_segments).split(args.aux_minibatch_segments):
-        for share, minibatch in microbatches(buffer.minibatch(segments, device), agent, args):
-            mb_obs, mb_value_targets, mb_old_logits = minibatch
+        for weight, part in microbatches(buffer.minibatch(segments, device), agent, args):
+            mb_obs, mb_value_targets, mb_old_logits = part
             logits, aux_values, values = agent.auxiliary(mb_obs)
             joint_loss, aux_value_loss, kl = auxiliary_loss(
                 aux_values, mb_value_targets, logits, mb_old_logits, args.beta_clone
             )
             true_value_loss = 0.5 * F.mse_loss(values, mb_value_targets)
-            ((joint_loss + true_value_loss) * share).backward()
+            ((joint_loss + true_value_loss) * weight).backward()
             sums += len(mb_obs) * torch.stack([aux_value_loss, kl, true_value_loss]).detach()
         step(agent, optimizer, args.max_grad_norm)
 
@@ -459,7 +459,7 @@ def auxiliary_epoch(agent, optimizer, buffer, args):
 
 def main(args):
     """Train as `args` say; returns the directory of the run."""
-    device, bfloat16 = start_process(args, num_rollouts=1 + (args.n_pi if args.e_aux > 0 else 1))
+    device, bfloat16 = start_process(args, num_rollouts=1 + (args.n_pi if args.e_aux > 0 else 1))  # new, kept
 
     # Every process begins with the same parameters, but has environments and random numbers of its own.
     torch.manual_seed(args.seed)
@@ -478,7 +478,7 @@ def main(args):
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
     buffer, buffer_device = Buffer(), device if args.buffer_device == "auto" else "cpu"
 
-    # What training changes is saved, and a resumed run loads it here: what all processes share, and each one's own.
+    # What training changes is saved, as are random states, and a resumed run loads it here: shared or of each process.
     shared = dict(agent=agent, optimizer=optimizer, aux_optimizer=aux_optimizer, normalizer=normalizer)
     run = Run(args, bfloat16, shared, own=dict(envs=envs, buffer=buffer))
 
@@ -565,8 +565,8 @@ def average(tensors):
 
 
 def microbatches(minibatch, agent, args):
-    """Split a minibatch, [batch, ...] each, into what passes through the network at once; yields each part's share of
-    it, the weight of its gradient, and the part. (On a CPU small parts are faster: activations stay in cache.)"""
+    """Split a minibatch, [batch, ...] each, into what passes through the network at once; yields the weight of each
+    part's gradient, its share of the batch, and the part. (Small parts are faster on a CPU, whose cache holds them.)"""
     device, batch = agent.policy_head.weight.device, len(minibatch[0])
     size = args.microbatch_size or (64 if device.type == "cpu" else batch)
     for part in zip(*(x.split(size) for x in minibatch)):

@@ -329,22 +329,22 @@ def update(agent, optimizer, rollout, args):
     policy_sums = value_sum = norm_sum = 0
     for epoch in range(args.update_epochs):
         for indices in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
-            for share, minibatch in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
-                mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = minibatch
+            for weight, part in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
+                mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = part
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
                 log_ratio = policy.log_prob(mb_actions) - mb_logprobs
                 surrogate_loss = policy_loss(log_ratio, mb_advantages, args.clip_coef, args.kl_coef)
                 entropy = policy.entropy().mean()
                 value_loss = args.vf_coef * F.mse_loss(values, mb_value_targets)
-                ((surrogate_loss - args.ent_coef * entropy + value_loss) * share).backward()
+                ((surrogate_loss - args.ent_coef * entropy + value_loss) * weight).backward()
 
                 with torch.no_grad():
                     approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
                     clipfrac = ((log_ratio.exp() - 1).abs() > (args.clip_coef or math.inf)).float().mean()
-                    sums = share * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
+                    sums = weight * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums
-                    value_sum += share * value_loss
+                    value_sum += weight * value_loss
             norm_sum += step(agent, optimizer, args.max_grad_norm)  # on their sum, averaged over processes
 
     average([policy_sums, value_sum])
@@ -356,7 +356,7 @@ def update(agent, optimizer, rollout, args):
 
 def main(args):
     """Train as `args` say; returns the directory of the run."""
-    device, bfloat16 = start_process(args, num_rollouts=2)
+    device, bfloat16 = start_process(args, num_rollouts=2)  # new, kept
 
     # Every process begins with the same parameters, but has environments and random numbers of its own.
     torch.manual_seed(args.seed)
@@ -371,7 +371,7 @@ def main(args):
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
 
-    # What training changes is saved, and a resumed run loads it here: what all processes share, and each one's own.
+    # What training changes is saved, as are random states, and a resumed run loads it here: shared or of each process.
     shared = dict(agent=agent, optimizer=optimizer, normalizer=normalizer)
     run = Run(args, bfloat16, shared, own=dict(envs=envs))
 
@@ -436,8 +436,8 @@ def average(tensors):
 
 
 def microbatches(minibatch, agent, args):
-    """Split a minibatch, [batch, ...] each, into what passes through the network at once; yields each part's share of
-    it, the weight of its gradient, and the part. (On a CPU small parts are faster: activations stay in cache.)"""
+    """Split a minibatch, [batch, ...] each, into what passes through the network at once; yields the weight of each
+    part's gradient, its share of the batch, and the part. (Small parts are faster on a CPU, whose cache holds them.)"""
     device, batch = agent.policy_head.weight.device, len(minibatch[0])
     size = args.microbatch_size or (64 if device.type == "cpu" else batch)
     for part in zip(*(x.split(size) for x in minibatch)):

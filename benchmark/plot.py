@@ -68,7 +68,7 @@ STYLES = [("#0072B2", "-"), ("#E69F00", "--"), ("#000000", ":"), ("#CC79A7", "-.
 # Arguments that say where, when or how fast a run ran, but not what it learned.
 BOOKKEEPING = ("env_id", "seed", "device", "run_dir", "run_name", "resume", "checkpoint_interval", "track",
                "wandb_project_name", "wandb_entity", "total_timesteps", "microbatch_size", "compile", "buffer_device")
-# Arguments of the problem: what all runs have in common of them stands in captions, not in every label.
+# Arguments of the problem, and the precision: what all runs have in common of them stands in captions, not in labels.
 PROBLEM = ("distribution_mode", "num_levels", "start_level", "num_envs", "num_steps", "channels", "precision")
 # fmt: on
 RUN = ["algo", "env_id", "seed"]  # columns that name a run
