@@ -668,7 +668,6 @@ class Run:
             state |= {"global_step": steps, "tables": self.tables, "processes": gather(own, everywhere=False)}
             if RANK == 0:
                 replace(self.path / "checkpoint.pt", lambda file: torch.save(state, file))
-            self.unsaved = False
         if finished:
             return self.close(f"{self.path} has {steps} steps")
         if signum:

@@ -159,7 +159,9 @@ def alone(function, *arguments):
     process.start()
     sender.close()
     try:
-        return receiver.recv()
+        result = receiver.recv()
+        process.join()
+        return result
     except EOFError:  # it failed, and has said why
         process.join()
         sys.exit(process.exitcode)

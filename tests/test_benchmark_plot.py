@@ -296,6 +296,7 @@ def test_curves_meet_where_all_have_rows_and_are_straight_between_rows():
     assert steps == pytest.approx([5, 10, 15, 20, 25, 30])
     assert returns[:, 0] == pytest.approx([5, 10, 20, 30, 40, 50])
     assert returns[:, 1] == pytest.approx([1, 2, 3, 4, 5, 10])
+    assert len(plot.on_common_steps(curves)[0]) == 200, "enough for a figure"
 
 
 def final_returns(scores):
@@ -441,10 +442,11 @@ def test_runs_from_before_the_script_had_an_argument_have_its_default():
 
 def test_of_a_copy_whose_defaults_nobody_knows_what_most_runs_have_goes_for_them_and_a_note_says_so():
     runs = [config("wide.py", width=2)] * 3 + [config("wide.py", width=8)] * 2
-    names, _, notes = plot.labels([*runs, config("../ppo_procgen.py"), config()])
-    assert names == ["wide"] * 3 + ["wide, width=8"] * 2 + ["ppo_procgen", "PPO"]
+    elsewhere = str(Path(ppo_procgen.__file__).resolve())
+    names, _, notes = plot.labels([*runs, config("../ppo_procgen.py"), config(elsewhere), config()])
+    assert names == ["wide"] * 3 + ["wide, width=8"] * 2 + ["ppo_procgen", "ppo_procgen", "PPO"]
     end = "is not beside benchmark/, so its labels name what at most half of its runs have"
-    assert notes == [f"wide.py {end}", f"../ppo_procgen.py {end}"]
+    assert notes == [f"wide.py {end}", f"../ppo_procgen.py {end}", f"{elsewhere} {end}"]
 
 
 def test_the_defaults_of_a_script_beside_benchmark_are_those_it_has_itself(monkeypatch, tmp_path):
@@ -509,6 +511,7 @@ def test_scores_csv_holds_the_values_worked_out_by_hand(quick, tmp_path):
     columns = ["algo", "env_id", "metric", "value", "low", "high", "std", "runs", "baseline", "interval"]
     assert list(scores.columns) == columns
     assert len(scores) == 2 * (2 * 2 + 3) + 2 + 2
+    assert scores[scores.env_id == "all"]["std"].isna().all(), "of seeds, which a game has"
     scores = scores.set_index(["algo", "env_id", "metric"])
 
     row = scores.loc["PPO", "starpilot", "episodic_return"]
@@ -855,9 +858,9 @@ def test_a_truncated_last_line_and_rows_without_a_number_do_not_count(quick, tmp
 
 def test_different_numbers_of_environments_are_noted(quick, tmp_path):
     runs = make_grid(tmp_path / "runs", scripts=["ppo_procgen.py"])
-    assert not any("num_envs" in note for note in notes(report(tmp_path, runs)[1]))
+    assert not any("differ in num_envs" in note for note in notes(report(tmp_path, runs)[1]))
     make_grid(runs / "ppg", scripts=["ppg_procgen.py"], num_envs=16)
-    assert any("num_envs" in note for note in notes(report(tmp_path, runs)[1]))
+    assert any("differ in num_envs" in note for note in notes(report(tmp_path, runs)[1]))
 
 
 def test_an_algorithm_with_few_of_the_games_does_not_shrink_the_comparison(quick, tmp_path):
@@ -868,6 +871,24 @@ def test_an_algorithm_with_few_of_the_games_does_not_shrink_the_comparison(quick
     assert "Over games (2 of 16)" in text and set(scores[scores.env_id == "all"].algo) == {"PPO", "PPG"}
     assert "PPO, kl_coef=1.0: not among the scores over games, it has 1 of them" in notes(text)
     assert set(scores[scores.env_id == "maze"].algo) == {"PPO", "PPO, kl_coef=1.0"}
+
+
+def test_half_of_the_games_is_not_most_of_them(quick, tmp_path):
+    runs = make_grid(tmp_path / "runs")
+    make_grid(runs / "kl", games=["coinrun"], scripts=["ppo_procgen.py"], kl_coef=1.0)
+    scores, text = report(tmp_path, runs)
+    assert "Over games (2 of 16)" in text and set(scores[scores.env_id == "all"].algo) == {"PPO", "PPG"}
+
+
+def test_ppo_and_ppg_come_before_all_others(quick, tmp_path):
+    curves = write_curves(tmp_path / "others.csv", algo="A2C")
+    scores, _ = report(tmp_path, make_grid(tmp_path / "runs"), "--curves", curves, "--mode", "easy")
+    assert list(dict.fromkeys(scores.algo)) == ["PPO", "PPG", "A2C"]
+
+
+def test_runs_of_several_processes_are_an_algorithm_of_their_own(quick, tmp_path):
+    runs = make_grid(tmp_path / "runs", scripts=["ppo_procgen.py"], origin={"processes": 4})
+    assert set(report(tmp_path, runs)[0].algo) == {"PPO, processes=4"}
 
 
 def test_algorithms_without_a_common_game_have_scores_for_each_game_only(tmp_path):

@@ -476,6 +476,14 @@ def test_too_little_memory_is_told_before_anything_is_written(refuse, monkeypatc
 
 
 @both_scripts
+def test_two_processes_of_a_machine_share_its_memory(refuse, monkeypatch, script):
+    needed = 64 * 12288 * (3 if script is ppg_procgen else 2)
+    monkeypatch.setattr(script, "LOCAL_WORLD_SIZE", 2)
+    monkeypatch.setattr(script.psutil, "virtual_memory", lambda: SimpleNamespace(available=1.9 * needed))
+    assert "--num-envs 4: " in refuse(script, **TINY | dict(total_timesteps=64) | PHASE[script])
+
+
+@both_scripts
 def test_a_run_never_overwrites_another(refuse, tmp_path, script):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert "--run-name mine: expected a new directory" in refuse(script, **TINY, total_timesteps=64, run_name="mine")

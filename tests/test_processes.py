@@ -1,6 +1,7 @@
 """Several processes train as one: what they compute together, what they keep apart, how they end."""
 
 import functools
+import json
 import os
 import signal
 import socket
@@ -105,7 +106,7 @@ def whole_of_two_halves(script):
 def test_two_processes_with_32_environments_train_as_one_with_64(script):
     # Two iterations, and with PPG an auxiliary phase; minibatches of all steps, so that none is a random choice.
     options = dict(
-        env_id="bigfish", num_minibatches=1, num_steps=16, total_timesteps=2 * 64 * 16, checkpoint_interval=2
+        env_id="fruitbot", num_minibatches=1, num_steps=16, total_timesteps=2 * 64 * 16, checkpoint_interval=2
     )
     segments = {}
     if script is ppg_procgen:
@@ -130,6 +131,7 @@ def test_two_processes_with_32_environments_train_as_one_with_64(script):
         assert difference <= 1e-3 * way and way > 0, (name, difference, way)
     for name, value in one["normalizer"].items():
         assert torch.allclose(two["normalizer"][name], value, rtol=1e-12), name
+    assert one["normalizer"]["returns"].count_nonzero() > 8, "each process has had rewards"
 
 
 @both_scripts
@@ -149,6 +151,19 @@ def test_each_process_has_environments_and_samples_of_its_own(script):
     assert min(map(len, episodes)) > 0
     means = torch.cat(episodes).mean(0).tolist()
     assert [table.episodic_return.iloc[-1], table.episodic_length.iloc[-1]] == pytest.approx(means)
+
+
+def with_bfloat16(ranks, script):
+    torch.cpu.get_capabilities = lambda: {"avx512_bf16": script.RANK in ranks}
+
+
+@pytest.mark.parametrize("ranks, precision", [([0], "float32"), ([1], "float32"), ([0, 1], "bfloat16")])
+@both_scripts
+def test_processes_on_unlike_machines_agree_on_the_least_precision(script, ranks, precision):
+    prepare = functools.partial(with_bfloat16, ranks)
+    options = dict(run_name="run", total_timesteps=2 * ROLLOUT, precision="auto")
+    assert exit_codes(start_two(script, prepare, **options)) == [0, 0]
+    assert json.loads(Path("runs/run/config.json").read_text())["precision"] == precision
 
 
 # How they end, and go on

@@ -275,6 +275,23 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_one_before(monke
         assert after[2] > 0
 
 
+class Intruder:
+    """What unpickling it would do."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("intruder"),)
+
+
+@both_scripts
+def test_a_checkpoint_from_a_stranger_runs_no_code(capsys, script):
+    path = train(script, run_name="run", total_timesteps=ROLLOUT)
+    torch.save(load(path) | {"normalizer": Intruder()}, path / "checkpoint.pt")
+    with pytest.raises(SystemExit) as stop:
+        train(script, resume=path, total_timesteps=2 * ROLLOUT)
+    assert stop.value.code == 2 and "--resume" in capsys.readouterr().err
+    assert not Path("intruder").exists()
+
+
 # Signals
 
 
@@ -583,6 +600,20 @@ def test_an_auxiliary_gradient_that_is_not_finite_stops_the_run_too(whole):
 
 
 # Weights & Biases
+
+
+@both_scripts
+def test_a_tracked_run_keeps_its_id_and_has_global_step_as_its_x_axis(monkeypatch, script):
+    calls = []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(script.wandb, "init", lambda **options: calls.append(options))
+    monkeypatch.setattr(script.wandb, "define_metric", lambda *names, **options: calls.append((names, options)))
+    path = train(script, run_name="run", total_timesteps=ROLLOUT, track=True, wandb_project_name="mine")
+    train(script, resume=path, total_timesteps=2 * ROLLOUT)
+    config = json.loads((path / "config.json").read_text())
+    for begun, x_axis in (calls[:2], calls[2:]):
+        assert (begun["id"], begun["resume"], begun["project"]) == (config["wandb_id"], "allow", "mine")
+        assert x_axis == (("*",), {"step_metric": "global_step"})
 
 
 def without_login(mode, script):
