@@ -67,7 +67,8 @@ def both_halves(script):
     class BothHalves(OneHalf):
         def __init__(self, env_id, num_envs, seed, *levels):
             half = num_envs // 2
-            self.halves = [OneHalf(env_id, half, seed + 1_000_003 * rank, *levels) for rank in (0, 1)]
+            seeds = [(seed + 1_000_003 * rank) % 2**31 for rank in (0, 1)]
+            self.halves = [OneHalf(env_id, half, seed, *levels) for seed in seeds]
             super().__init__(env_id, num_envs, seed, *levels)
             self.observations, self.starts = self.join("observations"), self.join("starts")
 
@@ -105,9 +106,8 @@ def whole_of_two_halves(script):
 @both_scripts
 def test_two_processes_with_32_environments_train_as_one_with_64(script):
     # Two iterations, and with PPG an auxiliary phase; minibatches of all steps, so that none is a random choice.
-    options = dict(
-        env_id="fruitbot", num_minibatches=1, num_steps=16, total_timesteps=2 * 64 * 16, checkpoint_interval=2
-    )
+    options = dict(env_id="fruitbot", num_minibatches=1, num_steps=16, total_timesteps=2 * 64 * 16)
+    options |= dict(checkpoint_interval=2, seed=2**31 - 1)  # of the largest seed, too, each has its own
     segments = {}
     if script is ppg_procgen:
         options |= dict(n_pi=2, e_aux=2)
@@ -123,7 +123,7 @@ def test_two_processes_with_32_environments_train_as_one_with_64(script):
     if script is ppg_procgen:
         pd.testing.assert_frame_equal(rows("runs/two", "auxiliary"), rows("runs/one", "auxiliary"), **close)
         assert list(rows("runs/two", "auxiliary").epoch) == [1, 2]
-    torch.manual_seed(SIZES["seed"])
+    torch.manual_seed(options["seed"])
     initial = script.Agent(15, channels=(4, 4, 4), bfloat16=False).state_dict()
     two, one = load("runs/two"), load("runs/one")
     for name, parameter in one["agent"].items():
