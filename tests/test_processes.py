@@ -223,6 +223,25 @@ def test_a_signal_to_one_process_stops_all_at_one_boundary_with_a_checkpoint(
     assert_same_end("runs/stopped", whole(script))
 
 
+def stop_and_write_slowly(script):
+    terminate_itself(1, "gae", 2, script)
+    replace = script.replace
+
+    def replace_slowly(path, save):
+        time.sleep(2 * (path.name == "checkpoint.pt"))
+        replace(path, save)
+
+    script.replace = replace_slowly
+
+
+def test_no_process_leaves_before_the_first_has_written_the_checkpoint():
+    """For torchrun ends the others when one has ended."""
+    options = dict(run_name="stopped", total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
+    first, second = start_two(ppg_procgen, stop_and_write_slowly, **options)
+    assert exit_code(second) == 128 + signal.SIGTERM and Path("runs/stopped/checkpoint.pt").exists()
+    assert exit_code(first) == 128 + signal.SIGTERM
+
+
 def signal_the_first_and_then_the_second(script):
     """The second process gets its signal late, when all have agreed to stop because of the first one's."""
     terminate_itself(0, "gae", 5, script)

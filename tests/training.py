@@ -81,8 +81,10 @@ def start(script, prepare=None, **options):
 
 def exit_code(process):
     process.join(120)
-    assert process.exitcode is not None, "still running after two minutes"
-    return process.exitcode
+    code = process.exitcode
+    process.kill()  # or else pytest would wait for it in the end
+    assert code is not None, "still running after two minutes"
+    return code
 
 
 def load(run_path):
