@@ -561,13 +561,13 @@ def test_the_readmes_example_of_a_copied_script_applies_to_it_and_trains(tmp_pat
         )
         assert source.count(before) == 1
         source = source.replace(before, after)
-    (tmp_path / "fast_value.py").write_text(source)
+    (tmp_path / "ppg_fast_value.py").write_text(source)
 
     options = (
         TINY | PHASE[ppg_procgen] | dict(total_timesteps=64, value_lr_factor=3, run_name="fast", channels=(4, 4, 4))
     )
-    done = run([sys.executable, "fast_value.py", *flags(**options)], tmp_path)
+    done = run([sys.executable, "ppg_fast_value.py", *flags(**options)], tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     groups = torch.load(tmp_path / "runs/fast/checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [group["lr"] for group in groups] == [5e-4, 1.5e-3]
-    assert run([sys.executable, "fast_value.py", "--value-lr-factor=-1"], tmp_path).returncode == 2
+    assert run([sys.executable, "ppg_fast_value.py", "--value-lr-factor=-1"], tmp_path).returncode == 2

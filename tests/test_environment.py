@@ -164,6 +164,16 @@ def test_every_episode_is_counted_also_where_two_end_at_once(make):
     assert (firsts[1:].sum(axis=1) > 1).any() and len({episode_return for episode_return, _ in episodes}) > 1
 
 
+@pytest.mark.parametrize("processes, kept", [(1, 100), (3, 34)])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_processes_keep_the_last_100_episodes_between_them(monkeypatch, script, processes, kept):
+    monkeypatch.setattr(script, "WORLD_SIZE", processes)
+    envs = script.ProcgenVecEnv("starpilot", 64)
+    play(envs, random_actions(300, 64))
+    assert len(envs.last_episodes) == kept < envs.num_episodes
+    envs.close()
+
+
 def test_a_seed_fixes_the_trajectory_and_another_gives_another(make):
     actions = random_actions(150, 4)
     trajectories = []

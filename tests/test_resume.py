@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from wandb.proto.wandb_internal_pb2 import Record
 
 import ppg_procgen
@@ -210,8 +211,20 @@ def test_a_kill_at_the_worst_moment_changes_nothing(whole, script, prepare):
     assert_same_end("runs/killed", whole(script))
 
 
-def kill_in_the_sixth_iteration(script):
-    script.gae = sending_at_call(script, "gae", 6, signal.SIGKILL)
+def kill_with_the_fifth_row(script):
+    """SIGKILL as soon as it is logged, with a disk that takes its time over TensorBoard's events."""
+    log_iteration, write = script.Run.log_iteration, RecordWriter.write
+
+    def log_and_die(run, *args):
+        log_iteration(run, *args)
+        if run.iteration == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_slowly(writer, data):
+        time.sleep(0.01)
+        write(writer, data)
+
+    script.Run.log_iteration, RecordWriter.write = log_and_die, write_slowly
 
 
 def copy_the_tables_at_the_start(script):
@@ -226,7 +239,7 @@ def copy_the_tables_at_the_start(script):
 def test_what_came_after_the_checkpoint_goes_when_the_run_that_crashed_is_resumed(whole, script):
     """Rows and points in TensorBoard are there up to the crash, and once after the run has gone on."""
     options = dict(total_timesteps=ROLLOUT * 7, checkpoint_interval=2)
-    process = start(script, kill_in_the_sixth_iteration, run_name="run", **options)
+    process = start(script, kill_with_the_fifth_row, run_name="run", **options)
     assert exit_code(process) == -signal.SIGKILL
     assert load("runs/run")["global_step"] == 4 * ROLLOUT
     steps = [ROLLOUT * i for i in range(1, 8)]
