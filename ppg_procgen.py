@@ -27,7 +27,7 @@ profit from many more over the same data. PPG keeps the gain and avoids both cos
 
     uv run ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
 
-To learn PPG, read to the end of `main`; what follows it only serves.
+To learn PPG, read to the end of `main`; what follows (`gather`, `average`, `microbatches`, `step`, `Run`) only serves.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class PPOArgs:
     gae_lambda: float = 0.95  # λ of generalized advantage estimation
     clip_coef: float = 0.2  # ε, how far the probability ratio may move before it is clipped; 0 turns clipping off
     ent_coef: float = 0.01  # β_S, weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the squared value error in the update, the ½ in ½ (V − V_targ)²
+    vf_coef: float = 0.5  # weight of the squared value error in `update`, the ½ in ½ (V − V_targ)²
     kl_coef: float = 0.0  # β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL
     max_grad_norm: float = 0.0  # longer gradients are scaled down to this norm; 0 turns that off
 
@@ -97,19 +97,19 @@ class PPOArgs:
 class PPGArgs:
     n_pi: int = 32  # N_π, iterations in a policy phase
     e_pi: int = 1  # E_π, epochs of the policy over each rollout
-    e_v: int = 1  # E_V, epochs of the value function over each rollout; if E_V ≠ E_π, all before the policy's
+    e_v: int = 1  # E_V, epochs of the value function over each rollout; if E_V ≠ E_π, apart, before the policy's
     e_aux: int = 6  # E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase
     beta_clone: float = 1.0  # β_clone, weight of KL(π_old ‖ π) in the auxiliary phase
     aux_minibatch_segments: int = 4  # segments in a minibatch of the auxiliary phase, in each process
     aux_learning_rate: float = 5e-4  # Adam's step size in the auxiliary phase
     aux_kl_limit: float | None = None  # end an auxiliary phase after an epoch whose mean KL passes this (try 0.02)
-    arch: Literal["dual", "shared", "detach"] = "dual"  # two encoders; one; one closed to the policy phase's value loss
+    arch: Literal["dual", "shared", "detach"] = "dual"  # two encoders; one; one without the policy phase's value loss
     buffer_device: Literal["auto", "cpu"] = "auto"  # where observations wait for the auxiliary phase; auto: --device
 
 
 @dataclass
 class MachineArgs:
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, when there is
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, if there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the encoder; auto: bfloat16 if hardware has it
     microbatch_size: int | None = None  # samples per training pass; None: 64 on a CPU, a minibatch on a GPU
     compile: bool = False  # torch.compile the encoder, meant for GPUs: slow to start
@@ -399,7 +399,7 @@ def update(agent, optimizer, rollout, args):
                     sums = weight * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums * ("policy" in trained)
                     value_sum += weight * value_loss * ("value" in trained)
-            norm_sum += step(agent, optimizer, args.max_grad_norm)  # on their sum, averaged over processes
+            norm_sum += step(agent, optimizer, args.max_grad_norm)  # Adam, on the sum of their gradients
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -436,8 +436,8 @@ class Buffer(list):
 
 
 def auxiliary_epoch(agent, optimizer, buffer, args):
-    """Train once on every segment of the buffer: the policy's encoder, policy and auxiliary head on L_joint, the value
-    function on its own loss (Cobbe et al. 2020, algorithm 1). Returns: the losses, as means over the epoch."""
+    """Train once on every segment of the buffer, on L_joint and the value function's own loss; a single encoder learns
+    from both (Cobbe et al. 2020, algorithm 1). Returns: the losses, as means over the epoch."""
     sums, num_segments, device = 0, len(buffer) * args.num_envs, agent.policy_head.weight.device
     for segments in torch.randperm(num_segments).split(args.aux_minibatch_segments):
         for weight, part in microbatches(buffer.minibatch(segments, device), agent, args):
@@ -459,7 +459,7 @@ def auxiliary_epoch(agent, optimizer, buffer, args):
 
 def main(args):
     """Train as `args` say; returns the directory of the run."""
-    device, bfloat16 = start_process(args, num_rollouts=1 + (args.n_pi if args.e_aux > 0 else 1))  # new, kept
+    device, bfloat16 = start_process(args, num_rollouts=1 + (args.n_pi if args.e_aux > 0 else 1))  # to fit in memory
 
     # Every process begins with the same parameters, but has environments and random numbers of its own.
     torch.manual_seed(args.seed)
@@ -471,14 +471,14 @@ def main(args):
     if args.compile:
         agent.apply(lambda module: isinstance(module, Encoder) and module.compile(dynamic=False))
 
-    # The auxiliary phase has an Adam of its own, as its gradients differ in scale. Policy and value function can
-    # share one even in epochs that train only one of them: Adam skips parameters without a gradient.
+    # The auxiliary phase has an Adam of its own, as its gradients differ in scale. Policy and value function share
+    # one: in epochs that train only one of them, Adam skips what has no gradient, the other's head and encoder.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
     buffer, buffer_device = Buffer(), device if args.buffer_device == "auto" else "cpu"
 
-    # What training changes is saved, as are random states, and a resumed run loads it here: shared or of each process.
+    # What training changes, shared or of each process, is saved with random states; a resumed run loads it in `Run`.
     shared = dict(agent=agent, optimizer=optimizer, aux_optimizer=aux_optimizer, normalizer=normalizer)
     run = Run(args, bfloat16, shared, own=dict(envs=envs, buffer=buffer))
 
@@ -499,7 +499,7 @@ def main(args):
             if args.e_aux > 0:  # without auxiliary phases, the policy phase lasts to the end
                 buffer.append({"obs": obs.to(buffer_device), "value_targets": value_targets})
 
-        if len(buffer) < args.n_pi:  # a policy phase cut short by the end of training gets no auxiliary phase
+        if len(buffer) < args.n_pi:  # training ends; a phase that it cuts short gets no auxiliary phase
             return run.checkpoint(finished=True)
 
         # Auxiliary phase: E_aux epochs over the N_π rollouts. Before their first step moves π, record π_old,
@@ -519,7 +519,7 @@ def main(args):
         buffer.aux_epochs = 0
 
 
-# Around the algorithm: processes, files, arguments. But for PPG's own flags, ppo_procgen.py has the same.
+# Around the algorithm: processes, files, arguments. The same as in ppo_procgen.py, but for PPG's own flags.
 
 
 def start_process(args, num_rollouts):
@@ -597,7 +597,7 @@ class Run:
     what to save, each with a `state_dict`: what is equal in all processes, and what each process has for itself."""
 
     def __init__(self, args, bfloat16, shared, own):
-        self.shared, self.own, self.iteration, self.unsaved, self.stop_signal = shared, own, 0, False, 0
+        self.shared, self.own, self.iteration, self.trained, self.stop_signal = shared, own, 0, False, 0
         self.tables = {"progress": "", "auxiliary": ""}  # the text of the files
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
@@ -661,7 +661,7 @@ class Run:
     def checkpoint(self, interval=math.inf, finished=False):
         """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
         signum, steps = max(gather(self.stop_signal)), self.iteration * self.rollout_steps
-        if finished or signum or (self.iteration % interval == 0 and self.unsaved):
+        if finished or signum or (self.iteration % interval == 0 and self.trained):
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
             state = {name: part.state_dict() for name, part in self.shared.items()}
@@ -680,7 +680,7 @@ class Run:
             self.stop_signal, self.stop_time = signum, time.monotonic()
             with contextlib.suppress(OSError):  # where standard error is gone
                 os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
-        elif time.monotonic() > self.stop_time + 2:  # a job that is stopped signals launcher and workers: these, twice
+        elif time.monotonic() > self.stop_time + 2:  # a stopped job's signal can come twice, torchrun's too
             os._exit(128 + signum)
 
     def show(self, phase, message=None):
@@ -711,7 +711,7 @@ class Run:
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table] = self.tables[table] or ",".join(row) + "\n"
         self.tables[table] += ",".join(map(str, row.values())) + "\n"
-        self.unsaved = True
+        self.trained = True
         metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
             self.write_tables()

@@ -16,7 +16,7 @@ what PPG adds.
 
     uv run ppo_procgen.py --env-id starpilot
 
-To learn PPO, read to the end of `main`; what follows it only serves.
+To learn PPO, read to the end of `main`; what follows (`gather`, `average`, `microbatches`, `step`, `Run`) only serves.
 """
 
 import contextlib
@@ -78,14 +78,14 @@ class PPOArgs:
     gae_lambda: float = 0.95  # λ of generalized advantage estimation
     clip_coef: float = 0.2  # ε, how far the probability ratio may move before it is clipped; 0 turns clipping off
     ent_coef: float = 0.01  # β_S, weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the squared value error in the update, the ½ in ½ (V − V_targ)²
+    vf_coef: float = 0.5  # weight of the squared value error in `update`, the ½ in ½ (V − V_targ)²
     kl_coef: float = 0.0  # β, weight of the KL penalty ½ (log-ratio)²; 1 together with --clip-coef 0 is PPO-KL
     max_grad_norm: float = 0.0  # longer gradients are scaled down to this norm; 0 turns that off
 
 
 @dataclass
 class MachineArgs:
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, when there is
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, or one for each process, if there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the encoder; auto: bfloat16 if hardware has it
     microbatch_size: int | None = None  # samples per training pass; None: 64 on a CPU, a minibatch on a GPU
     compile: bool = False  # torch.compile the encoder, meant for GPUs: slow to start
@@ -345,7 +345,7 @@ def update(agent, optimizer, rollout, args):
                     sums = weight * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums
                     value_sum += weight * value_loss
-            norm_sum += step(agent, optimizer, args.max_grad_norm)  # on their sum, averaged over processes
+            norm_sum += step(agent, optimizer, args.max_grad_norm)  # Adam, on the sum of their gradients
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -356,7 +356,7 @@ def update(agent, optimizer, rollout, args):
 
 def main(args):
     """Train as `args` say; returns the directory of the run."""
-    device, bfloat16 = start_process(args, num_rollouts=2)  # new, kept
+    device, bfloat16 = start_process(args, num_rollouts=2)  # to fit in memory
 
     # Every process begins with the same parameters, but has environments and random numbers of its own.
     torch.manual_seed(args.seed)
@@ -371,7 +371,7 @@ def main(args):
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
 
-    # What training changes is saved, as are random states, and a resumed run loads it here: shared or of each process.
+    # What training changes, shared or of each process, is saved with random states; a resumed run loads it in `Run`.
     shared = dict(agent=agent, optimizer=optimizer, normalizer=normalizer)
     run = Run(args, bfloat16, shared, own=dict(envs=envs))
 
@@ -390,7 +390,7 @@ def main(args):
     return run.checkpoint(finished=True)
 
 
-# Around the algorithm: processes, files, arguments. But for PPG's own flags, ppg_procgen.py has the same.
+# Around the algorithm: processes, files, arguments. The same as in ppg_procgen.py, but for PPG's own flags.
 
 
 def start_process(args, num_rollouts):
@@ -468,7 +468,7 @@ class Run:
     what to save, each with a `state_dict`: what is equal in all processes, and what each process has for itself."""
 
     def __init__(self, args, bfloat16, shared, own):
-        self.shared, self.own, self.iteration, self.unsaved, self.stop_signal = shared, own, 0, False, 0
+        self.shared, self.own, self.iteration, self.trained, self.stop_signal = shared, own, 0, False, 0
         self.tables = {"progress": "", "auxiliary": ""}  # the text of the files
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
@@ -532,7 +532,7 @@ class Run:
     def checkpoint(self, interval=math.inf, finished=False):
         """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
         signum, steps = max(gather(self.stop_signal)), self.iteration * self.rollout_steps
-        if finished or signum or (self.iteration % interval == 0 and self.unsaved):
+        if finished or signum or (self.iteration % interval == 0 and self.trained):
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
             state = {name: part.state_dict() for name, part in self.shared.items()}
@@ -551,7 +551,7 @@ class Run:
             self.stop_signal, self.stop_time = signum, time.monotonic()
             with contextlib.suppress(OSError):  # where standard error is gone
                 os.write(2, b"\nstopping at the next boundary, with a checkpoint; once more: at once, without one\n")
-        elif time.monotonic() > self.stop_time + 2:  # a job that is stopped signals launcher and workers: these, twice
+        elif time.monotonic() > self.stop_time + 2:  # a stopped job's signal can come twice, torchrun's too
             os._exit(128 + signum)
 
     def show(self, phase, message=None):
@@ -582,7 +582,7 @@ class Run:
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table] = self.tables[table] or ",".join(row) + "\n"
         self.tables[table] += ",".join(map(str, row.values())) + "\n"
-        self.unsaved = True
+        self.trained = True
         metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
             self.write_tables()
