@@ -519,7 +519,7 @@ def main(args):
         buffer.aux_epochs = 0
 
 
-# Around the algorithm: processes, files, arguments. The same as in ppo_procgen.py, but for PPG's own flags.
+# Around the algorithm: processes, files, arguments. The same in both scripts, but for PPG's own flags.
 
 
 def start_process(args, num_rollouts):

@@ -390,7 +390,7 @@ def main(args):
     return run.checkpoint(finished=True)
 
 
-# Around the algorithm: processes, files, arguments. The same as in ppg_procgen.py, but for PPG's own flags.
+# Around the algorithm: processes, files, arguments. The same in both scripts, but for PPG's own flags.
 
 
 def start_process(args, num_rollouts):
