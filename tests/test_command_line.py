@@ -463,6 +463,18 @@ def test_a_gpu_that_is_not_there_is_refused(refuse, monkeypatch, script):
 
 
 @both_scripts
+def test_each_process_needs_a_gpu_and_all_together_a_rollout(refuse, monkeypatch, script):
+    monkeypatch.setattr(script, "WORLD_SIZE", 3)
+    monkeypatch.setattr(script, "LOCAL_WORLD_SIZE", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options = TINY | dict(total_timesteps=3 * 64)
+    assert "--device cuda: expected a GPU a process, there are 2" in refuse(script, **options | dict(device="cuda"))
+    message = refuse(script, **options | dict(total_timesteps=3 * 64 - 1))
+    assert "--total-timesteps 191: expected at least 192" in message
+    assert parse(monkeypatch, script, **options).total_timesteps == 192
+
+
+@both_scripts
 def test_too_little_memory_is_told_before_anything_is_written(refuse, monkeypatch, script):
     """A rollout is 64 · 12,288 bytes. PPO holds one while it plays the next; PPG a phase of two and the next."""
     needed = 64 * 12288 * (3 if script is ppg_procgen else 2)
