@@ -431,6 +431,11 @@ def test_what_cannot_work_is_refused_before_anything_is_written(refuse, script, 
     assert message in refuse(script, **TINY | dict(total_timesteps=64) | options)
 
 
+def test_an_empty_resume_is_refused_also_in_the_directory_of_a_run(finished, refuse, monkeypatch):
+    monkeypatch.chdir(finished.path)
+    assert "--resume : expected the directory of a run" in refuse(finished.script, resume="")
+
+
 @both_scripts
 @pytest.mark.parametrize(
     "name, value",
