@@ -501,6 +501,16 @@ def test_two_processes_of_a_machine_share_its_memory(refuse, monkeypatch, script
 
 
 @both_scripts
+def test_the_process_that_has_least_memory_decides(refuse, monkeypatch, script):
+    needed = 64 * 12288 * (3 if script is ppg_procgen else 2)
+    options = TINY | dict(total_timesteps=64) | PHASE[script]
+    monkeypatch.setattr(script.psutil, "virtual_memory", lambda: SimpleNamespace(available=1.01 * needed))
+    for first, second in ((1, 0.9), (0.9, 1)):
+        monkeypatch.setattr(script, "gather", lambda x, ratios=(first, second): [ratio * x for ratio in ratios])
+        assert "--num-envs 4: " in refuse(script, **options)
+
+
+@both_scripts
 def test_a_run_never_overwrites_another(refuse, tmp_path, script):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert "--run-name mine: expected a new directory" in refuse(script, **TINY, total_timesteps=64, run_name="mine")
