@@ -488,10 +488,10 @@ def main(args):
         while len(buffer) < args.n_pi and run.iteration < run.num_iterations:
             run.checkpoint(interval=args.checkpoint_interval or args.n_pi)  # if due; stops here if a signal says so
 
-            run.show(f"policy phase {len(buffer) + 1}/{args.n_pi}, rollout")
+            run.show(f"policy phase {run.iteration % args.n_pi + 1}/{args.n_pi}, rollout")
             obs, actions, logprobs, rewards, values, starts = play(agent, envs, args.num_steps)
 
-            run.show(f"policy phase {len(buffer) + 1}/{args.n_pi}, update")
+            run.show(f"policy phase {run.iteration % args.n_pi + 1}/{args.n_pi}, update")
             advantages, value_targets, explained_variance = targets(rewards, values, starts, normalizer, args)
             losses = update(agent, optimizer, (obs, actions, logprobs, advantages, value_targets), args)
             run.iteration += 1
