@@ -313,6 +313,10 @@ def finish(figure, axes, args, name, ylabel, caption):
     for panel in axes:
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.set_xlim(left=0)
+        # Bands may pass the curves by half their range: that of two seeds is 13 times as wide as they are apart.
+        heights, (low, high) = np.concatenate([line.get_ydata() for line in panel.lines]), panel.get_ylim()
+        room = np.ptp(heights) / 2 or np.inf
+        panel.set_ylim(max(low, heights.min() - room), min(high, heights.max() + room))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     # Nothing is wider than the figure: about 14 letters of the caption, or 11 of the legend, fit into an inch.

@@ -675,6 +675,19 @@ def test_the_bands_are_those_of_students_t_in_a_game_and_of_welch_and_satterthwa
     assert "band: 95 % Welch-Satterthwaite interval over runs" in captions["mean_normalized_score"]
 
 
+@pytest.mark.parametrize("apart", [0.1, 1.0])
+def test_the_wide_band_of_two_seeds_does_not_flatten_the_curves(figures, tmp_path, apart):
+    """Curves from 1 to 3 and `apart` higher; the band reaches 6.353 · apart from their mean, and is cut at 1.5."""
+    for seed in (1, 2):
+        returns = [1 + apart * (seed - 1), 3 + apart * (seed - 1)]
+        make_run(tmp_path / f"runs/{seed}", env_id="coinrun", seed=seed, steps=[100, 200], returns=returns)
+    call(tmp_path / "runs", "--out", tmp_path / "figures", "--resamples", 100)
+    half = 1 + 6.353 * apart
+    half = half + 0.05 * 2 * half if apart == 0.1 else 1.5 * 2  # matplotlib's margin, or half of what the curves span
+    middle = 2 + apart / 2
+    assert figures["curves"].axes[0].get_ylim() == pytest.approx((middle - half, middle + half), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "mode, end, words, drawn",
     [
