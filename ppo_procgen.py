@@ -378,10 +378,8 @@ def main(args):
     while run.iteration < run.num_iterations:
         run.checkpoint(interval=args.checkpoint_interval)  # if due; stops here if a signal says so
 
-        run.show("rollout")
+        run.progress.set_description(f"iteration {run.iteration + 1}/{run.num_iterations}")
         obs, actions, logprobs, rewards, values, starts = play(agent, envs, args.num_steps)
-
-        run.show("update")
         advantages, value_targets, explained_variance = targets(rewards, values, starts, normalizer, args)
         losses = update(agent, optimizer, (obs, actions, logprobs, advantages, value_targets), args)
         run.iteration += 1
@@ -468,12 +466,12 @@ class Run:
     what to save, each with a `state_dict`: what is equal in all processes, and what each process has for itself."""
 
     def __init__(self, args, bfloat16, shared, own):
-        self.shared, self.own, self.iteration, self.trained, self.stop_signal = shared, own, 0, False, 0
+        self.shared, self.own, self.iteration, self.stop_signal = shared, own, 0, 0
         self.tables = {"progress": "", "auxiliary": ""}  # the text of the files
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
         name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.path = Path(args.resume or gather(Path(args.run_dir) / name)[0])  # clocks differ
+        self.path = Path(args.resume or Path(args.run_dir, name))
         try:
             if RANK == 0:
                 if args.track and os.environ.get("WANDB_MODE", "online") == "online":
@@ -492,25 +490,24 @@ class Run:
         if args.resume:
             self.load()
             config = json.loads((self.path / "config.json").read_text())
-        git = dict(args="git rev-parse HEAD", shell=True, cwd=Path(__file__).resolve().parent)
+        status, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD")
         part = {"device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"}
         part |= {"precision": "bfloat16" if bfloat16 else "float32", "global_step": self.iteration * self.rollout_steps}
         part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
-        part["git_commit"] = subprocess.run(**git, capture_output=True, text=True).stdout.strip() or None
+        part["git_commit"] = None if status else commit
         config = part | config | {"args": vars(args) | {"resume": None}, "parts": [*config["parts"], part]}
         if RANK == 0:
             replace(self.path / "config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
             self.write_tables()  # without the rows that came after the checkpoint
             self.writer = SummaryWriter(self.path, purge_step=part["global_step"] + 1)
-        if RANK == 0 and args.track:
-            place = dict(project=args.wandb_project_name, name=self.path.name, id=config["wandb_id"])
-            wandb.init(**place, resume="allow", config=config)
-            wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
+            if args.track:
+                place = dict(project=args.wandb_project_name, name=self.path.name, id=config["wandb_id"])
+                wandb.init(**place, resume="allow", config=config)
+                wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
-        layout = "{desc}: {n_fmt}/{total_fmt} [<{remaining}, {rate_noinv_fmt}{postfix}]"  # fits 80 columns
-        look = dict(bar_format=layout, unit="step", unit_scale=True, delay=1e-9, file=sys.stdout, position=0)
-        total = self.num_iterations * self.rollout_steps
-        self.progress = tqdm(initial=part["global_step"], total=total, disable=RANK > 0, **look)
+        terminal = RANK == 0 and sys.stderr and sys.stderr.isatty()
+        steps = dict(initial=part["global_step"], total=self.num_iterations * self.rollout_steps)
+        self.progress = tqdm(**steps, unit="step", unit_scale=True, disable=not terminal)
         self.start_time, self.start = time.time(), self.iteration
         signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
@@ -532,7 +529,7 @@ class Run:
     def checkpoint(self, interval=math.inf, finished=False):
         """Save at every interval-th iteration, and at the end. If a signal asked any process to stop: save and exit."""
         signum, steps = max(gather(self.stop_signal)), self.iteration * self.rollout_steps
-        if finished or signum or (self.iteration % interval == 0 and self.trained):
+        if finished or signum or self.iteration % interval == 0:
             own = {name: part.state_dict() for name, part in self.own.items()}
             own["rng"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
             state = {name: part.state_dict() for name, part in self.shared.items()}
@@ -554,19 +551,6 @@ class Run:
         elif time.monotonic() > self.stop_time + 2:  # a stopped job's signal can come twice, torchrun's too
             os._exit(128 + signum)
 
-    def show(self, phase, message=None):
-        """Draw the progress line, and end it with a message. Where standard output is full or gone, a run goes on
-        without it."""
-        try:
-            self.progress.n = self.iteration * self.rollout_steps
-            self.progress.set_description_str(phase, refresh=False)
-            self.progress.refresh(nolock=True)  # after an error, tqdm's own thread would wait for its lock forever
-            if message:
-                self.progress.close()
-                print(message, flush=True)
-        except OSError:
-            self.progress.disable, sys.stdout = True, open(os.devnull, "w")
-
     def log_iteration(self, envs, losses):
         """A row of progress.csv: the mean of the last 100 episodes, the losses, and the speed since the start."""
         episodes, counts = zip(*gather((list(envs.last_episodes), envs.num_episodes)))
@@ -574,6 +558,7 @@ class Run:
         charts = zip(("episodic_return", "episodic_length", "episodes"), (*means, sum(counts)))
         speed = (self.iteration - self.start) * self.rollout_steps / (time.time() - self.start_time)
         self.log("progress", {f"charts/{name}": x for name, x in charts} | losses | {"charts/SPS": speed})
+        self.progress.n = self.iteration * self.rollout_steps
         self.progress.set_postfix_str(f"return {means[0]:.2f}", refresh=False)
 
     def log(self, table, metrics):
@@ -582,7 +567,6 @@ class Run:
         row = {"global_step": global_step} | {name.split("/")[1]: x for name, x in metrics.items()}
         self.tables[table] = self.tables[table] or ",".join(row) + "\n"
         self.tables[table] += ",".join(map(str, row.values())) + "\n"
-        self.trained = True
         metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}
         if RANK == 0:
             self.write_tables()
@@ -600,10 +584,14 @@ class Run:
     def close(self, message):
         gather(None)  # torchrun ends all processes when one ends: not before the first one has written
         if RANK == 0:
-            self.show("end", message)
+            self.progress.close()
             self.writer.close()
             self.lock.release()
             wandb.finish()
+            try:
+                print(message, flush=True)
+            except OSError:  # standard output is full or gone
+                sys.stdout = open(os.devnull, "w")
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if WORLD_SIZE > 1:
@@ -624,24 +612,23 @@ class Args(MachineArgs, PPOArgs, ProblemArgs):
 
     def __post_init__(self):
         self.channels = tuple(self.channels)  # in config.json it is a list
-        from_zero, to_one = ("seed", "num_levels", "start_level", "e_aux"), ("gamma", "gae_lambda")
         for field in dataclasses.fields(self):
             whole, value = field.type in (int, int | None), getattr(self, field.name)
+            self.check(field.name, value != "", "a path or a name")
             if value is not None and (whole or field.type in (float, float | None)):
-                low, high = int(whole and field.name not in from_zero), 1 if field.name in to_one else 2**31 - 1
+                low = int(whole and field.name not in ("seed", "num_levels", "start_level", "e_aux"))
+                high = 1 if field.name in ("gamma", "gae_lambda") else 2**31 - 1
                 self.check(field.name, low <= value <= high, f"a number from {low} to {high}")
 
-        batch_size, gpus = self.num_envs * self.num_steps, torch.cuda.device_count()
+        rollout, gpus = self.num_envs * self.num_steps, torch.cuda.device_count()
+        enough = self.resume or self.total_timesteps >= rollout * WORLD_SIZE
+        self.check("total_timesteps", enough, f"at least {rollout * WORLD_SIZE}, a rollout")
         self.check("channels", min(self.channels) > 0, "three positive numbers")
         self.check("start_level", self.num_levels or not self.start_level, "--num-levels beside it, not 0: all levels")
         self.check("start_level", self.start_level + self.num_levels < 2**31, f"levels up to {2**31 - 1}")
-        self.check("num_minibatches", batch_size % self.num_minibatches == 0, f"a divisor of {batch_size}, a rollout")
+        self.check("num_minibatches", rollout % self.num_minibatches == 0, f"a divisor of {rollout}, a rollout")
         self.check("device", self.device != "cuda" or gpus >= LOCAL_WORLD_SIZE, f"a GPU a process, there are {gpus}")
-        inside = self.run_name is None or Path("x", self.run_name).parent == Path("x")
-        self.check("run_name", inside, "the name of a directory")
-        self.check("resume", self.resume != "", "the directory of a run")
-        enough = self.resume or self.total_timesteps >= batch_size * WORLD_SIZE
-        self.check("total_timesteps", enough, f"at least {batch_size * WORLD_SIZE}, a rollout")
+        self.check("run_name", self.run_name in (None, Path(self.run_name or "").name), "the name of a directory")
 
     def check(self, name, holds, expected):
         if not holds:
@@ -659,14 +646,11 @@ def parse_args():
         args = tyro.cli(grouped, config=[tyro.conf.OmitArgPrefixes], **options)
         if args.resume is None:
             return args
-        try:
-            config = json.loads((Path(args.resume) / "config.json").read_text())
-            now, before = (Path(__file__).name, WORLD_SIZE), (config["script"], config["processes"])
-            here = {"resume": args.resume} | ({} if args.device == "auto" else {"device": args.device})
-            stored = Args(**config["args"] | here) if now == before else None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            args.check("resume", False, f"the directory of a run, with its config.json ({error})")
+        config = json.loads(Path(args.resume, "config.json").read_text())
+        now, before = (Path(__file__).name, WORLD_SIZE), (config["script"], config["processes"])
         args.check("resume", now == before, f"the script and the number of processes {before}, these are {now}")
+        here = {"resume": args.resume} | ({} if args.device == "auto" else {"device": args.device})
+        stored = Args(**config["args"] | here)
         args = tyro.cli(Args, default=stored, **options)
         free = ("total_timesteps", "device", "buffer_device", "checkpoint_interval", "track", "wandb_project_name")
         for name, value in vars(stored).items():
@@ -674,8 +658,9 @@ def parse_args():
         less = stored.total_timesteps
         args.check("total_timesteps", args.total_timesteps >= less, f"{less} or more, as the run was started with")
         return args
-    except ValueError as error:
-        fail(error)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        checked = str(error).startswith("--")
+        fail(error if checked else f"--resume {args.resume}: expected the directory of a run, not this ({error})")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 from common import ROOT, fail, load_script
 
-NEEDED = ("Args", "Agent", "ProcgenVecEnv", "Run", "start_process", "main")
+NEEDED = ("Args", "Agent", "ProcgenVecEnv", "play", "targets", "update", "start_process", "main")
+PARTS = ("environment", "acting", "update", "auxiliary")  # of the training
 
 
 @dataclass
@@ -53,40 +54,44 @@ class Args:
 
 
 class Clock:
-    """Adds up the seconds in each part of the training: where a script's `Run` shows a part it begins, and it ends at
-    the next one or where a checkpoint may be due. Every rollout begins anew, so the last phase is what counts."""
+    """Adds up the seconds in each part of the training, of the last phase: a rollout that begins clears them. Of a call
+    within a call, such as an environment's step in a rollout, the time counts for the inner one."""
 
     def __init__(self):
-        self.seconds, self.part, self.since = Counter(), "", 0.0
+        self.seconds, self.under_way, self.since = Counter(), [], 0.0
 
-    def switch(self, part):
+    def switch(self):
         now = time.perf_counter()
-        self.seconds[self.part] += now - self.since
-        self.part, self.since = part, now
+        if self.under_way:
+            self.seconds[self.under_way[-1]] += now - self.since
+        self.since = now
+
+    def time(self, owner, name, part):
+        """Have the calls of a function, or of a class's method, counted for a part."""
+        function = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            if part == "acting":
+                self.seconds.clear()
+            self.switch()
+            self.under_way.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.switch()
+                self.under_way.pop()
+
+        setattr(owner, name, timed)
 
     def watch(self, script):
-        """Have the script's `Run` and `ProcgenVecEnv` tell this clock what is under way."""
-        clock = self
-
-        class TimedRun(script.Run):
-            def show(self, phase, *message):
-                clock.switch(next((part for part in ("rollout", "update", "auxiliary") if part in phase), ""))
-                if clock.part == "rollout":
-                    clock.seconds.clear()
-                super().show(phase, *message)
-
-            def checkpoint(self, *args, **kwargs):
-                clock.switch("")
-                return super().checkpoint(*args, **kwargs)
-
-        class TimedEnvs(script.ProcgenVecEnv):
-            def step(self, actions):
-                clock.switch("environment")
-                result = super().step(actions)
-                clock.switch("rollout")
-                return result
-
-        script.Run, script.ProcgenVecEnv = TimedRun, TimedEnvs
+        """Count the steps of a script's algorithm."""
+        self.time(script, "play", "acting")
+        self.time(script.ProcgenVecEnv, "step", "environment")
+        self.time(script, "targets", "update")
+        self.time(script, "update", "update")
+        if hasattr(script, "Buffer"):
+            self.time(script.Buffer, "record_old_policy", "auxiliary")
+            self.time(script, "auxiliary_epoch", "auxiliary")
 
 
 def shortened(default, args, **changes):
@@ -112,8 +117,7 @@ def measure(args, path, precision, compiled):
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         script.main(shortened(default, args, precision=precision, compile=compiled, run_dir=directory))
     rollout = args.num_envs * args.num_steps
-    parts = {"environment": "environment", "acting": "rollout", "update": "update", "auxiliary": "auxiliary"}
-    seconds = {name: clock.seconds[part] for name, part in parts.items()}
+    seconds = {part: clock.seconds[part] for part in PARTS}
 
     # In place of the observations that this run held, those of full rollouts and a full buffer. There are two rollouts
     # at least: the one that is played, and the one before it.

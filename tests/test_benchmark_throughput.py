@@ -27,50 +27,49 @@ def parse(words):
 
 
 def test_time_goes_to_the_part_under_way_and_the_last_phase_counts(monkeypatch):
-    """Nor does the time count from where a checkpoint may be due to the next part, or after the end."""
+    """Nor does the time between the parts count."""
     now = 0
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
 
-    class Run:
-        def show(self, phase):
-            shown.append(phase)
+    def takes(seconds, result=None):
+        def step(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return result or (args, kwargs)
 
-        def checkpoint(self, interval=None, finished=False):
-            return interval, finished
+        return step
 
     class ProcgenVecEnv:
-        def step(self, actions):
-            nonlocal now
-            now += 2
-            return actions
+        step = takes(2)
 
-    clock, shown = throughput.Clock(), []
-    script = SimpleNamespace(Run=Run, ProcgenVecEnv=ProcgenVecEnv)
-    clock.watch(script)
-    run, envs = script.Run(), script.ProcgenVecEnv()
-    parts = ["policy phase 1/1, rollout", "policy phase 1/1, update", "auxiliary phase, π_old", "auxiliary phase 1/6"]
-    for part in parts:  # the first phase
-        run.show(part)
-        now += 50
+    class Buffer:
+        record_old_policy = takes(4)
 
-    run.show(parts[0])
-    for _ in range(3):
+    def play(envs):
+        nonlocal now
         now += 1
-        assert envs.step("actions") == "actions"
-    now += 1
-    for part, seconds in zip(parts[1:3], (7, 1)):
-        run.show(part)
-        now += seconds
-    assert run.checkpoint(3) == (3, False)
-    now += 50
-    run.show(parts[3])
-    now += 5
-    assert run.checkpoint(finished=True) == (None, True)
-    now += 50
-    run.show("end")
-    assert clock.seconds.pop("") == 50 + 50
-    assert clock.seconds == {"rollout": 3 + 1, "environment": 3 * 2, "update": 7, "auxiliary": 1 + 5}
-    assert shown == [*parts, *parts, "end"]
+        for _ in range(3):
+            envs.step("actions")
+            now += 10
+
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
+    script = SimpleNamespace(ProcgenVecEnv=ProcgenVecEnv, Buffer=Buffer, play=play)
+    script.targets, script.update, script.auxiliary_epoch = takes(7), takes(70, "losses"), takes(50)
+    clock = throughput.Clock()
+    clock.watch(script)
+    between = takes(1000)
+    for _ in range(2):
+        between()
+        script.play(script.ProcgenVecEnv())
+        between()
+        script.targets()
+        between()
+        assert script.update("agent", weight=1) == "losses"
+        between()
+        script.Buffer().record_old_policy()
+        for _ in range(2):
+            script.auxiliary_epoch()
+            between()
+    assert clock.seconds == {"acting": 1 + 3 * 10, "environment": 3 * 2, "update": 7 + 70, "auxiliary": 4 + 2 * 50}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

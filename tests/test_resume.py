@@ -121,8 +121,8 @@ def test_no_memory_map_of_the_checkpoint_outlives_the_loading(monkeypatch):
     assert len(maps) == 1 and "checkpoint.pt" not in maps[0]
 
 
-@pytest.mark.parametrize("interval, iterations", [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (None, [3, 5])])
-def test_checkpoints_come_at_their_interval_and_at_the_end(monkeypatch, interval, iterations):
+@pytest.mark.parametrize("interval, iterations", [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (None, [0, 3, 5])])
+def test_checkpoints_come_at_the_start_at_their_interval_and_at_the_end(monkeypatch, interval, iterations):
     """By default after each phase."""
     saved, save = [], torch.save
     monkeypatch.setattr(
@@ -157,13 +157,13 @@ def test_kills_at_random_moments_change_nothing(script):
 
 
 def kill_while_writing(script):
-    """SIGKILL when half of the third checkpoint is in its temporary file."""
+    """SIGKILL when half of the third iteration's checkpoint is in its temporary file."""
     save, saved = torch.save, []
 
     def save_half(checkpoint, file):
         saved.append(checkpoint)
         save(checkpoint, file)
-        if len(saved) == 3:
+        if saved[-1]["global_step"] == 3 * ROLLOUT:
             file.flush()
             os.truncate(file.name, file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -172,12 +172,12 @@ def kill_while_writing(script):
 
 
 def kill_before_renaming(script):
-    """SIGKILL when the third checkpoint is written, and not yet in its place."""
+    """SIGKILL when the third iteration's checkpoint is written, and not yet in its place."""
     replace, replaced = os.replace, []
 
     def replace_or_die(source, target):
         replaced.append(target.name)
-        if replaced.count("checkpoint.pt") == 3:
+        if replaced.count("checkpoint.pt") == 1 + 3:  # the first is of the start
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
