@@ -683,12 +683,12 @@ class Run:
     def log_iteration(self, envs, losses):
         """A row of progress.csv: the mean of the last 100 episodes, the losses, and the speed since the start."""
         episodes, counts = zip(*gather((list(envs.last_episodes), envs.num_episodes)))
-        means = np.mean([x for xs in episodes for x in xs] or [[math.nan] * 2], axis=0).tolist()
-        charts = zip(("episodic_return", "episodic_length", "episodes"), (*means, sum(counts)))
+        mean_return, mean_length = np.mean([x for xs in episodes for x in xs] or [[math.nan] * 2], axis=0).tolist()
+        charts = {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
         speed = (self.iteration - self.start) * self.rollout_steps / (time.time() - self.start_time)
-        self.log("progress", {f"charts/{name}": x for name, x in charts} | losses | {"charts/SPS": speed})
+        self.log("progress", charts | {"charts/episodes": sum(counts)} | losses | {"charts/SPS": speed})
         self.progress.n = self.iteration * self.rollout_steps
-        self.progress.set_postfix_str(f"return {means[0]:.2f}", refresh=False)
+        self.progress.set_postfix_str(f"return {mean_return:.2f}", refresh=False)
 
     def log(self, table, metrics):
         """Add a row to a table, and to TensorBoard and Weights & Biases."""
