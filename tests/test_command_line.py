@@ -173,6 +173,14 @@ def open_terminal(columns):
     return terminal, other_end
 
 
+def read_terminal(terminal):
+    """What has been drawn since the last call."""
+    drawn = b""
+    while select.select([terminal], [], [], 0.2)[0]:
+        drawn += os.read(terminal, 65536)
+    return drawn.decode()
+
+
 def watch_terminal(words, cwd, columns, until, seconds=120):
     """What a command draws on a terminal of so many columns, until that matches the pattern `until`."""
     terminal, other_end = open_terminal(columns)
@@ -210,6 +218,8 @@ def test_a_terminal_shows_one_live_line_with_phase_steps_speed_return_and_time_l
     assert lines
     for line in lines:
         assert_whole(line)
+        iteration = int(re.match(r"policy (\d+)", line)[1])
+        assert f" {64 * (iteration - 1)}/25.0M " in line
 
 
 @pytest.mark.parametrize("hours, left", [(1.5, "[1:30:00<1:30:0"), (12, "[12:00:00<12:00:0")])
@@ -224,8 +234,14 @@ def test_the_line_fits_80_columns_also_where_it_is_longest(monkeypatch, tmp_path
     run.progress.set_postfix_str("return -9.99", refresh=False)
     run.progress.set_description("policy 32/32")
     sys.stderr.flush()
-    line = os.read(terminal, 65536).decode().split("\r")[-1].rstrip()
+    line = read_terminal(terminal).split("\r")[-1].rstrip()
     run.close("")
+    read_terminal(terminal)
+    monkeypatch.setattr(ppg_procgen, "RANK", 1)
+    second = ppg_procgen.Run(args, False, {}, {})
+    second.progress.set_description("policy 1/32")
+    second.close("")
+    assert read_terminal(terminal) == "", "the first process draws for all"
     sys.stderr.close()
     os.close(terminal)
     assert line.startswith("policy 32/32:  50%|") and left in line and "12.5M/25.0M" in line and "return -9.99" in line
