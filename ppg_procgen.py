@@ -15,8 +15,8 @@ profit from many more over the same data. PPG keeps the gain and avoids both cos
 - the policy phase: N_π iterations of PPO, each a rollout and an update on it, in which policy and
   value function have an encoder each (`--arch shared` and `detach`: one for both);
 - the auxiliary phase: E_aux epochs over all N_π rollouts teach the policy's encoder to predict the
-  value targets, through an auxiliary value head that serves nothing else, while a KL penalty holds
-  the policy itself where it was. The value function gets its extra epochs, on the same targets.
+  value targets V_targ, through an auxiliary value head that serves nothing else, while a KL penalty holds
+  the policy itself where the phase finds it, at π_old. The value function gets extra epochs, on the same targets.
 
 | with two encoders, ...     | learns in the policy phase       | and in the auxiliary phase |
 | -------------------------- | -------------------------------- | -------------------------- |
@@ -27,12 +27,11 @@ profit from many more over the same data. PPG keeps the gain and avoids both cos
 
     uv run ppg_procgen.py --env-id starpilot --n-pi 32 --e-aux 6
 
-To learn PPG, read to the end of `main`; what follows (`gather`, `average`, `microbatches`, `step`, `Run`) only serves.
+To learn PPG, read to the end of `main`; what follows (processes, `microbatches`, `optimizer_step`, `Run`) only serves.
 """
 
 import contextlib
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -41,7 +40,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -55,9 +54,7 @@ import torch.nn.functional as F
 import tyro
 import wandb
 from filelock import FileLock
-from gymnasium.vector import AutoresetMode, VectorEnv
-from procgen import ProcgenGym3Env
-from procgen.env import ENV_NAMES
+from procgen.env import ENV_NAMES, ProcgenGym3Env
 from torch.distributions import Categorical, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -76,7 +73,7 @@ class ProblemArgs:
     num_levels: int = 0  # number of distinct training levels; 0 means no limit
     start_level: int = 0  # the first training level, with --num-levels
     num_envs: int = 64  # environments that step side by side, in each process
-    num_steps: int = 256  # steps per environment in a rollout; what one environment does in them is a segment
+    num_steps: int = 256  # steps per environment in a rollout: a segment
     channels: tuple[int, int, int] = (16, 32, 32)  # of the encoder's stacks; 8 16 16 is 2 to 3 times faster on a CPU
 
 
@@ -97,13 +94,13 @@ class PPOArgs:
 class PPGArgs:
     n_pi: int = 32  # N_π, iterations in a policy phase
     e_pi: int = 1  # E_π, epochs of the policy over each rollout
-    e_v: int = 1  # E_V, epochs of the value function over each rollout; if E_V ≠ E_π, apart, before the policy's
+    e_v: int = 1  # E_V, epochs of the value function over each rollout; if ≠ E_π, on their own, before the policy's
     e_aux: int = 6  # E_aux, epochs of an auxiliary phase; 0 means no auxiliary phase
     beta_clone: float = 1.0  # β_clone, weight of KL(π_old ‖ π) in the auxiliary phase
     aux_minibatch_segments: int = 4  # segments in a minibatch of the auxiliary phase, in each process
     aux_learning_rate: float = 5e-4  # Adam's step size in the auxiliary phase
     aux_kl_limit: float | None = None  # end an auxiliary phase after an epoch whose mean KL passes this (try 0.02)
-    arch: Literal["dual", "shared", "detach"] = "dual"  # two encoders; one; one without the policy phase's value loss
+    arch: Literal["dual", "shared", "detach"] = "dual"  # two encoders; one; one that V trains in auxiliary phases only
     buffer_device: Literal["auto", "cpu"] = "auto"  # where observations wait for the auxiliary phase; auto: --device
 
 
@@ -152,15 +149,11 @@ class Encoder(nn.Module):
     def __init__(self, channels=(16, 32, 32), features=256, bfloat16=False):
         super().__init__()
         self.bfloat16 = bfloat16
-        layers = []
+        self.stacks = nn.Sequential()
         for in_channels, out_channels in zip((3, *channels), channels):
-            layers += [
-                normalize_weights(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0),
-                nn.MaxPool2d(3, stride=2, padding=1),
-                ResidualBlock(out_channels),
-                ResidualBlock(out_channels),
-            ]
-        self.stacks = nn.Sequential(*layers)
+            self.stacks.append(normalize_weights(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0))
+            self.stacks.append(nn.MaxPool2d(3, stride=2, padding=1))
+            self.stacks.extend([ResidualBlock(out_channels), ResidualBlock(out_channels)])
         side = 64 // 2 ** len(channels)
         self.dense = normalize_weights(nn.Linear(channels[-1] * side * side, features), 1.4)
         self.to(memory_format=torch.channels_last)  # as Procgen's images are: nothing has to be rearranged
@@ -273,7 +266,7 @@ def auxiliary_loss(aux_values, value_targets, logits, old_logits, beta_clone):
     return aux_value_loss + beta_clone * kl, aux_value_loss, kl
 
 
-class ProcgenVecEnv(VectorEnv):
+class ProcgenVecEnv(gym.vector.VectorEnv):
     """Procgen's batched C++ environment (Cobbe et al. 2019, arXiv 1912.01588) as a Gymnasium vector environment.
 
     Observations are uint8 [num_envs, 64, 64, 3], actions 0 to 14, rewards float32 [num_envs]. The step that ends
@@ -281,7 +274,7 @@ class ProcgenVecEnv(VectorEnv):
     tell a time-out from any other end, so every end is a termination.
     """
 
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata = {"render_modes": [], "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
     def __init__(self, env_id, num_envs, seed=0, distribution_mode="easy", num_levels=0, start_level=0, **options):
         """`seed` (0 to 2³¹ − 1) picks the sequence of levels; `options` go to ProcgenGym3Env."""
@@ -360,7 +353,7 @@ def play(agent, envs, num_steps):
 def targets(rewards, values, starts, normalizer, args):
     """Normalized advantages and value targets [num_steps, num_envs] of a rollout, and the explained variance of its
     values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes, which `gather` lists, count as one."""
-    all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)
+    all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)  # over environments
     rewards = normalizer(all_rewards, all_starts)[:, RANK * args.num_envs : (RANK + 1) * args.num_envs]
     advantages = gae(rewards, values, starts, args.gamma, args.gae_lambda)
     value_targets = advantages + values[:-1]
@@ -378,11 +371,11 @@ def update(agent, optimizer, rollout, args):
     if args.e_pi != args.e_v:  # as in the authors' code, the value function trains first, then the policy
         epochs = [("value",)] * args.e_v + [("policy",)] * args.e_pi
 
-    rollout = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
+    samples = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
     policy_sums = value_sum = norm_sum = 0
     for trained in epochs:
-        for indices in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
-            for weight, part in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
+        for indices in torch.randperm(len(samples[0])).split(len(samples[0]) // args.num_minibatches):
+            for weight, part in microbatches([x[indices] for x in samples], agent, args):  # gradients add up
                 mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = part
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
@@ -399,7 +392,7 @@ def update(agent, optimizer, rollout, args):
                     sums = weight * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums * ("policy" in trained)
                     value_sum += weight * value_loss * ("value" in trained)
-            norm_sum += step(agent, optimizer, args.max_grad_norm)  # Adam, on the sum of their gradients
+            norm_sum += optimizer_step(agent, optimizer, args.max_grad_norm)  # Adam, on the sum of their gradients
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -440,8 +433,8 @@ def auxiliary_epoch(agent, optimizer, buffer, args):
     from both (Cobbe et al. 2020, algorithm 1). Returns: the losses, as means over the epoch."""
     sums, num_segments, device = 0, len(buffer) * args.num_envs, agent.policy_head.weight.device
     for segments in torch.randperm(num_segments).split(args.aux_minibatch_segments):
-        for weight, part in microbatches(buffer.minibatch(segments, device), agent, args):
-            mb_obs, mb_value_targets, mb_old_logits = part
+        minibatch = buffer.minibatch(segments, device)
+        for weight, (mb_obs, mb_value_targets, mb_old_logits) in microbatches(minibatch, agent, args):
             logits, aux_values, values = agent.auxiliary(mb_obs)
             joint_loss, aux_value_loss, kl = auxiliary_loss(
                 aux_values, mb_value_targets, logits, mb_old_logits, args.beta_clone
@@ -449,7 +442,7 @@ def auxiliary_epoch(agent, optimizer, buffer, args):
             true_value_loss = 0.5 * F.mse_loss(values, mb_value_targets)
             ((joint_loss + true_value_loss) * weight).backward()
             sums += len(mb_obs) * torch.stack([aux_value_loss, kl, true_value_loss]).detach()
-        step(agent, optimizer, args.max_grad_norm)
+        optimizer_step(agent, optimizer, args.max_grad_norm)
 
     buffer.aux_epochs += 1
     average([sums])
@@ -472,7 +465,7 @@ def main(args):
         agent.apply(lambda module: isinstance(module, Encoder) and module.compile(dynamic=False))
 
     # The auxiliary phase has an Adam of its own, as its gradients differ in scale. Policy and value function share
-    # one: in epochs that train only one of them, Adam skips what has no gradient, the other's head and encoder.
+    # one: in epochs that train only one of them, Adam skips what has no gradient.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
     aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)
     normalizer = RewardNormalizer(args.num_envs * WORLD_SIZE)
@@ -532,7 +525,7 @@ def start_process(args, num_rollouts):
     if WORLD_SIZE > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
 
-    # Nearly all memory goes to observations.
+    # Most memory goes to observations; what passes through the network at once comes on top.
     needed = num_rollouts * args.num_envs * args.num_steps * 64 * 64 * 3 / 1e9
     on_gpu = gpu and getattr(args, "buffer_device", "auto") == "auto"
     available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / LOCAL_WORLD_SIZE
@@ -571,9 +564,9 @@ def microbatches(minibatch, agent, args):
         yield len(part[0]) / batch, [x.to(device) for x in part]
 
 
-def step(agent, optimizer, max_grad_norm):
-    """Step, alike in all processes, and clear the gradients; returns their norm. One that is not finite is a
-    RuntimeError, before the step."""
+def optimizer_step(agent, optimizer, max_grad_norm):
+    """Step on the gradients' mean over the processes, and clear them; returns its norm. If that is not finite, a
+    RuntimeError comes before the step."""
     average([parameter.grad for parameter in agent.parameters() if parameter.grad is not None])
     norm = nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
     optimizer.step()
@@ -597,24 +590,24 @@ class Run:
     def __init__(self, args, bfloat16, shared, own):
         self.shared, self.own, self.iteration, self.stop_signal = shared, own, 0, 0
         self.tables = {"progress": "", "auxiliary": ""}  # the text of the files
+        self.exits = contextlib.ExitStack()  # what `close` puts an end to, the latest first
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
         name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.path = Path(args.resume or Path(args.run_dir, name))
+        self.path = gather(Path(args.resume or Path(args.run_dir, name)))[0]  # each has a clock
         try:
             if RANK == 0:
                 if args.track and os.environ.get("WANDB_MODE", "online") == "online":
                     wandb.login()
                 self.path.mkdir(parents=True, exist_ok=args.resume is not None)
-                self.lock = FileLock(self.path / ".lock")  # one writer; a process that is killed leaves no lock
-                self.lock.acquire(timeout=0)
+                self.exits.enter_context(FileLock(self.path / ".lock", timeout=0))  # a killed writer leaves no lock
         except wandb.Error as error:
             fail(f"--track: expected a login to Weights & Biases, or WANDB_MODE=offline ({error})")
         except OSError as error:  # filelock's Timeout is one, too
             flag = f"--resume {args.resume}" if args.resume else f"--run-dir {args.run_dir} --run-name {name}"
             fail(f"{flag}: expected a new directory, or one to resume that no process writes to ({error})")
 
-        # config.json tells what a run was started with and, for one that was resumed, of each part.
+        # config.json tells how the run was started and, in `parts`, of each start and resumption.
         config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex(), "parts": []}
         if args.resume:
             self.load()
@@ -625,22 +618,24 @@ class Run:
         part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
         part["git_commit"] = None if status else commit
         config = part | config | {"args": vars(args) | {"resume": None}, "parts": [*config["parts"], part]}
+
+        for signum in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+                self.exits.callback(signal.signal, signum, signal.signal(signum, self.on_signal))
+
         if RANK == 0:
             replace(self.path / "config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
             self.write_tables()  # without the rows that came after the checkpoint
-            self.writer = SummaryWriter(self.path, purge_step=part["global_step"] + 1)
+            self.writer = self.exits.enter_context(SummaryWriter(self.path, purge_step=part["global_step"] + 1))
             if args.track:
                 place = dict(project=args.wandb_project_name, name=self.path.name, id=config["wandb_id"])
-                wandb.init(**place, resume="allow", config=config)
+                self.exits.enter_context(wandb.init(**place, resume="allow", config=config))
                 wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
         terminal = RANK == 0 and sys.stderr and sys.stderr.isatty()
         steps = dict(initial=part["global_step"], total=self.num_iterations * self.rollout_steps)
-        self.progress = tqdm(**steps, unit="step", unit_scale=True, disable=not terminal)
+        self.progress = self.exits.enter_context(tqdm(**steps, unit="step", unit_scale=True, disable=not terminal))
         self.start_time, self.start = time.time(), self.iteration
-        signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-        signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signums}
 
     def load(self):
         try:  # weights_only: a checkpoint from a stranger runs no code
@@ -711,18 +706,13 @@ class Run:
                 replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
 
     def close(self, message):
-        gather(None)  # torchrun ends all processes when one ends: not before the first one has written
+        self.exits.close()
         if RANK == 0:
-            self.progress.close()
-            self.writer.close()
-            self.lock.release()
-            wandb.finish()
             try:
                 print(message, flush=True)
             except OSError:  # standard output is full or gone
                 sys.stdout = open(os.devnull, "w")
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
+        gather(None)  # torchrun ends all processes when one ends: not before the first one has written
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
         return self.path
@@ -741,7 +731,7 @@ class Args(MachineArgs, PPGArgs, PPOArgs, ProblemArgs):
 
     def __post_init__(self):
         self.channels = tuple(self.channels)  # in config.json it is a list
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             whole, value = field.type in (int, int | None), getattr(self, field.name)
             self.check(field.name, value != "", "a path or a name")
             if value is not None and (whole or field.type in (float, float | None)):

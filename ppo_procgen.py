@@ -16,12 +16,11 @@ what PPG adds.
 
     uv run ppo_procgen.py --env-id starpilot
 
-To learn PPO, read to the end of `main`; what follows (`gather`, `average`, `microbatches`, `step`, `Run`) only serves.
+To learn PPO, read to the end of `main`; what follows (processes, `microbatches`, `optimizer_step`, `Run`) only serves.
 """
 
 import contextlib
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -30,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -44,9 +43,7 @@ import torch.nn.functional as F
 import tyro
 import wandb
 from filelock import FileLock
-from gymnasium.vector import AutoresetMode, VectorEnv
-from procgen import ProcgenGym3Env
-from procgen.env import ENV_NAMES
+from procgen.env import ENV_NAMES, ProcgenGym3Env
 from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -65,7 +62,7 @@ class ProblemArgs:
     num_levels: int = 0  # number of distinct training levels; 0 means no limit
     start_level: int = 0  # the first training level, with --num-levels
     num_envs: int = 64  # environments that step side by side, in each process
-    num_steps: int = 256  # steps per environment in a rollout; what one environment does in them is a segment
+    num_steps: int = 256  # steps per environment in a rollout: a segment
     channels: tuple[int, int, int] = (16, 32, 32)  # of the encoder's stacks; 8 16 16 is 2 to 3 times faster on a CPU
 
 
@@ -128,15 +125,11 @@ class Encoder(nn.Module):
     def __init__(self, channels=(16, 32, 32), features=256, bfloat16=False):
         super().__init__()
         self.bfloat16 = bfloat16
-        layers = []
+        self.stacks = nn.Sequential()
         for in_channels, out_channels in zip((3, *channels), channels):
-            layers += [
-                normalize_weights(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0),
-                nn.MaxPool2d(3, stride=2, padding=1),
-                ResidualBlock(out_channels),
-                ResidualBlock(out_channels),
-            ]
-        self.stacks = nn.Sequential(*layers)
+            self.stacks.append(normalize_weights(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0))
+            self.stacks.append(nn.MaxPool2d(3, stride=2, padding=1))
+            self.stacks.extend([ResidualBlock(out_channels), ResidualBlock(out_channels)])
         side = 64 // 2 ** len(channels)
         self.dense = normalize_weights(nn.Linear(channels[-1] * side * side, features), 1.4)
         self.to(memory_format=torch.channels_last)  # as Procgen's images are: nothing has to be rearranged
@@ -224,7 +217,7 @@ def policy_loss(log_ratio, advantages, clip_coef, kl_coef):
     return kl_coef * 0.5 * (log_ratio**2).mean() - surrogate.mean()
 
 
-class ProcgenVecEnv(VectorEnv):
+class ProcgenVecEnv(gym.vector.VectorEnv):
     """Procgen's batched C++ environment (Cobbe et al. 2019, arXiv 1912.01588) as a Gymnasium vector environment.
 
     Observations are uint8 [num_envs, 64, 64, 3], actions 0 to 14, rewards float32 [num_envs]. The step that ends
@@ -232,7 +225,7 @@ class ProcgenVecEnv(VectorEnv):
     tell a time-out from any other end, so every end is a termination.
     """
 
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata = {"render_modes": [], "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
     def __init__(self, env_id, num_envs, seed=0, distribution_mode="easy", num_levels=0, start_level=0, **options):
         """`seed` (0 to 2³¹ − 1) picks the sequence of levels; `options` go to ProcgenGym3Env."""
@@ -311,7 +304,7 @@ def play(agent, envs, num_steps):
 def targets(rewards, values, starts, normalizer, args):
     """Normalized advantages and value targets [num_steps, num_envs] of a rollout, and the explained variance of its
     values, 1 − Var(V_targ − V) / Var(V_targ). The rollouts of several processes, which `gather` lists, count as one."""
-    all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)
+    all_rewards, all_starts = torch.cat(gather(torch.stack([rewards, starts[:-1]])), dim=2)  # over environments
     rewards = normalizer(all_rewards, all_starts)[:, RANK * args.num_envs : (RANK + 1) * args.num_envs]
     advantages = gae(rewards, values, starts, args.gamma, args.gae_lambda)
     value_targets = advantages + values[:-1]
@@ -325,11 +318,11 @@ def targets(rewards, values, starts, normalizer, args):
 def update(agent, optimizer, rollout, args):
     """Train policy and value function on a rollout (obs, actions, logprobs, advantages, value_targets, each
     [num_steps, num_envs, ...]). Returns: the losses, as means over all minibatches."""
-    rollout = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
+    samples = [x.flatten(0, 1) for x in rollout]  # single steps are shuffled, over time and environments
     policy_sums = value_sum = norm_sum = 0
     for epoch in range(args.update_epochs):
-        for indices in torch.randperm(len(rollout[0])).split(len(rollout[0]) // args.num_minibatches):
-            for weight, part in microbatches([x[indices] for x in rollout], agent, args):  # gradients add up
+        for indices in torch.randperm(len(samples[0])).split(len(samples[0]) // args.num_minibatches):
+            for weight, part in microbatches([x[indices] for x in samples], agent, args):  # gradients add up
                 mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_value_targets = part
                 logits, values = agent(mb_obs)
                 policy = Categorical(logits=logits)
@@ -345,7 +338,7 @@ def update(agent, optimizer, rollout, args):
                     sums = weight * torch.stack([surrogate_loss, entropy, approx_kl, clipfrac])
                     policy_sums += sums
                     value_sum += weight * value_loss
-            norm_sum += step(agent, optimizer, args.max_grad_norm)  # Adam, on the sum of their gradients
+            norm_sum += optimizer_step(agent, optimizer, args.max_grad_norm)  # Adam, on the sum of their gradients
 
     average([policy_sums, value_sum])
     names = ("losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac")
@@ -403,7 +396,7 @@ def start_process(args, num_rollouts):
     if WORLD_SIZE > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
 
-    # Nearly all memory goes to observations.
+    # Most memory goes to observations; what passes through the network at once comes on top.
     needed = num_rollouts * args.num_envs * args.num_steps * 64 * 64 * 3 / 1e9
     on_gpu = gpu and getattr(args, "buffer_device", "auto") == "auto"
     available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / LOCAL_WORLD_SIZE
@@ -442,9 +435,9 @@ def microbatches(minibatch, agent, args):
         yield len(part[0]) / batch, [x.to(device) for x in part]
 
 
-def step(agent, optimizer, max_grad_norm):
-    """Step, alike in all processes, and clear the gradients; returns their norm. One that is not finite is a
-    RuntimeError, before the step."""
+def optimizer_step(agent, optimizer, max_grad_norm):
+    """Step on the gradients' mean over the processes, and clear them; returns its norm. If that is not finite, a
+    RuntimeError comes before the step."""
     average([parameter.grad for parameter in agent.parameters() if parameter.grad is not None])
     norm = nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
     optimizer.step()
@@ -468,24 +461,24 @@ class Run:
     def __init__(self, args, bfloat16, shared, own):
         self.shared, self.own, self.iteration, self.stop_signal = shared, own, 0, 0
         self.tables = {"progress": "", "auxiliary": ""}  # the text of the files
+        self.exits = contextlib.ExitStack()  # what `close` puts an end to, the latest first
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
         name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.path = Path(args.resume or Path(args.run_dir, name))
+        self.path = gather(Path(args.resume or Path(args.run_dir, name)))[0]  # each has a clock
         try:
             if RANK == 0:
                 if args.track and os.environ.get("WANDB_MODE", "online") == "online":
                     wandb.login()
                 self.path.mkdir(parents=True, exist_ok=args.resume is not None)
-                self.lock = FileLock(self.path / ".lock")  # one writer; a process that is killed leaves no lock
-                self.lock.acquire(timeout=0)
+                self.exits.enter_context(FileLock(self.path / ".lock", timeout=0))  # a killed writer leaves no lock
         except wandb.Error as error:
             fail(f"--track: expected a login to Weights & Biases, or WANDB_MODE=offline ({error})")
         except OSError as error:  # filelock's Timeout is one, too
             flag = f"--resume {args.resume}" if args.resume else f"--run-dir {args.run_dir} --run-name {name}"
             fail(f"{flag}: expected a new directory, or one to resume that no process writes to ({error})")
 
-        # config.json tells what a run was started with and, for one that was resumed, of each part.
+        # config.json tells how the run was started and, in `parts`, of each start and resumption.
         config = {"script": Path(__file__).name, "processes": WORLD_SIZE, "wandb_id": os.urandom(4).hex(), "parts": []}
         if args.resume:
             self.load()
@@ -496,22 +489,24 @@ class Run:
         part["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "gymnasium": gym.__version__}
         part["git_commit"] = None if status else commit
         config = part | config | {"args": vars(args) | {"resume": None}, "parts": [*config["parts"], part]}
+
+        for signum in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+                self.exits.callback(signal.signal, signum, signal.signal(signum, self.on_signal))
+
         if RANK == 0:
             replace(self.path / "config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
             self.write_tables()  # without the rows that came after the checkpoint
-            self.writer = SummaryWriter(self.path, purge_step=part["global_step"] + 1)
+            self.writer = self.exits.enter_context(SummaryWriter(self.path, purge_step=part["global_step"] + 1))
             if args.track:
                 place = dict(project=args.wandb_project_name, name=self.path.name, id=config["wandb_id"])
-                wandb.init(**place, resume="allow", config=config)
+                self.exits.enter_context(wandb.init(**place, resume="allow", config=config))
                 wandb.define_metric("*", step_metric="global_step")  # W&B's own step cannot go back after a crash
 
         terminal = RANK == 0 and sys.stderr and sys.stderr.isatty()
         steps = dict(initial=part["global_step"], total=self.num_iterations * self.rollout_steps)
-        self.progress = tqdm(**steps, unit="step", unit_scale=True, disable=not terminal)
+        self.progress = self.exits.enter_context(tqdm(**steps, unit="step", unit_scale=True, disable=not terminal))
         self.start_time, self.start = time.time(), self.iteration
-        signums = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-        signums = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup has it
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signums}
 
     def load(self):
         try:  # weights_only: a checkpoint from a stranger runs no code
@@ -582,18 +577,13 @@ class Run:
                 replace(self.path / f"{table}.csv", lambda file, text=text: file.write(text.encode()))
 
     def close(self, message):
-        gather(None)  # torchrun ends all processes when one ends: not before the first one has written
+        self.exits.close()
         if RANK == 0:
-            self.progress.close()
-            self.writer.close()
-            self.lock.release()
-            wandb.finish()
             try:
                 print(message, flush=True)
             except OSError:  # standard output is full or gone
                 sys.stdout = open(os.devnull, "w")
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
+        gather(None)  # torchrun ends all processes when one ends: not before the first one has written
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
         return self.path
@@ -612,7 +602,7 @@ class Args(MachineArgs, PPOArgs, ProblemArgs):
 
     def __post_init__(self):
         self.channels = tuple(self.channels)  # in config.json it is a list
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             whole, value = field.type in (int, int | None), getattr(self, field.name)
             self.check(field.name, value != "", "a path or a name")
             if value is not None and (whole or field.type in (float, float | None)):

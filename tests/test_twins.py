@@ -110,7 +110,7 @@ def test_everything_that_ppo_defines_is_in_ppg_too_and_ppg_adds_four_things():
 def test_what_is_tested_of_both_scripts_is_compared_here():
     shared = set(definitions(PPO_SOURCE)) - OWN
     pieces = "normalize_weights ResidualBlock Encoder RewardNormalizer gae policy_loss ProcgenVecEnv play targets"
-    around = "ProblemArgs start_process gather average microbatches step replace Run fail"
+    around = "ProblemArgs start_process gather average microbatches optimizer_step replace Run fail"
     assert shared >= set(pieces.split()) | set(around.split())
 
 
