@@ -465,7 +465,7 @@ class Run:
         self.rollout_steps = args.num_envs * args.num_steps * WORLD_SIZE
         self.num_iterations = math.ceil(args.total_timesteps / self.rollout_steps)
         name = args.run_name or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.path = gather(Path(args.resume or Path(args.run_dir, name)))[0]  # each has a clock
+        self.path = Path(args.resume or Path(args.run_dir, name))
         try:
             if RANK == 0:
                 if args.track and os.environ.get("WANDB_MODE", "online") == "online":

@@ -231,14 +231,21 @@ def stop_and_write_slowly(script):
         time.sleep(2 * (path.name == "checkpoint.pt"))
         replace(path, save)
 
-    script.replace = replace_slowly
+    class SlowWriter(script.SummaryWriter):
+        def close(self):
+            time.sleep(2)
+            super().close()
+            Path("closed").touch()
+
+    script.replace, script.SummaryWriter = replace_slowly, SlowWriter
 
 
-def test_no_process_leaves_before_the_first_has_written_the_checkpoint():
+def test_no_process_leaves_before_the_first_has_written_the_checkpoint_and_closed_its_writers():
     """For torchrun ends the others when one has ended."""
     options = dict(run_name="stopped", total_timesteps=2 * 8 * ROLLOUT, checkpoint_interval=100)
     first, second = start_two(ppg_procgen, stop_and_write_slowly, **options)
-    assert exit_code(second) == 128 + signal.SIGTERM and Path("runs/stopped/checkpoint.pt").exists()
+    assert exit_code(second) == 128 + signal.SIGTERM
+    assert Path("runs/stopped/checkpoint.pt").exists() and Path("closed").exists()
     assert exit_code(first) == 128 + signal.SIGTERM
 
 
